@@ -252,12 +252,13 @@ def silu_slope(
 
 
 # %% [markdown]
-# Each function is held against SymPy's derivative of the activation, for negative arguments too:
+# Each function is held against SymPy's derivative of the activation, for negative arguments too (constants such as $\sqrt{2}$ become floats first, which torch needs):
 
 # %%
 assert_same(sp.diff(a * s, a), (a,), silu_slope, lo=-5)
-assert_same(sp.diff(a * Phi, a), (a,), gelu_slope, lo=-5)
-assert_same(sp.diff(gelu_tanh, a), (a,), gelu_tanh_slope, lo=-5)
+numeric = lambda expr: expr.replace(lambda part: part.is_number and not part.is_Rational, lambda part: part.evalf())
+assert_same(numeric(sp.diff(a * Phi, a)), (a,), gelu_slope, lo=-5)
+assert_same(numeric(sp.diff(gelu_tanh, a)), (a,), gelu_tanh_slope, lo=-5)
 
 # %% [markdown]
 # A layer hands over its activation in whatever form it holds it: a name, a function, a module. Known forms get the closed form. Any other elementwise callable is differentiated by one forward-mode product, `torch.func.jvp`:
@@ -477,6 +478,76 @@ def ffn_jacobian(
     along = at_least_float32(F.linear(slope * (a if a_zero is None else a - a_zero), w2))
     return _behind_norm(direct, along, norm, xhat, inv_std)
 
+# %% [markdown]
+# On a LayerNorm branch of width 4 with 6 hidden units, against the full Jacobian by automatic differentiation, which no other code of this chapter uses:
+
+# %%
+gen = torch.Generator().manual_seed(0)
+draw = lambda *shape: torch.randn(*shape, generator=gen, dtype=torch.float64)
+tokens, w1, b1, w2, weight, bias = draw(5, 4), draw(6, 4), draw(6), draw(4, 6), draw(4), draw(4)
+
+
+def branch(h):
+    return F.linear(F.gelu(F.linear(F.layer_norm(h, (4,), weight, bias), w1, b1)), w2)
+
+
+# %%
+x_hat, inv_std = standardise(tokens)
+pre = F.linear(x_hat * weight + bias, w1, b1)
+jac = ffn_jacobian(pre, w1, w2, "gelu", norm="layer", xhat=x_hat, inv_std=inv_std, norm_weight=weight, a_zero=F.linear(bias, w1, b1))
+exact = vmap(jacrev(branch))(tokens).diagonal(dim1=-2, dim2=-1)
+torch.testing.assert_close(jac, exact)
+jac[0]
+
+# %% [markdown]
+# How much does each part of (13.5) matter? Leaving out the norm's correction (the mean and the $\hat x$ term) makes an error of the size of $J$ itself:
+
+# %%
+uncorrected = inv_std * F.linear(activation_and_slope("gelu")[1](pre), w2 * (w1 * weight).mT)
+((uncorrected - exact).norm() / exact.norm(), (jac - exact).norm() / exact.norm())
+
+# %% [markdown]
+# Wide layers suffer less, since both corrections carry a $1/d$; at $d = 64$ they are still several per cent (exercise 3). Last, the formula as SymPy derives it from scratch, by differentiating the whole branch, against the function, in value and in gradient with respect to every weight:
+
+# %%
+A1, A2 = sp.Matrix(2, 3, sp.symbols("p_:6")), sp.Matrix(3, 2, sp.symbols("q_:6"))
+unit_eps = [expr.subs(norm_eps, sp.Float(1e-5)) for expr in xhat]
+hidden = A1 * sp.Matrix(unit_eps)
+silu = lambda x: x / (1 + sp.exp(-x))
+whole_branch = (A2 * hidden.applyfunc(silu))[0]
+
+
+# %%
+def one_point(*values):
+    h, w1, w2 = (torch.stack(part) for part in (values[:3], values[3:9], values[9:]))
+    x_hat, inv_std = standardise(h)
+    w1, w2 = w1.reshape(2, 3), w2.reshape(3, 2)
+    return ffn_jacobian(F.linear(x_hat, w1), w1, w2, "silu", norm="layer", xhat=x_hat, inv_std=inv_std)[0]
+
+
+# %%
+assert_same(sp.diff(whole_branch, H[0]), (*H, *A1, *A2), vmap(one_point), n=32)
+
+# %%
+test_fail(lambda: fold_weights(w1, w1), contains="got (6, 4) and (6, 4)")
+test_fail(lambda: ffn_jacobian(pre, w1, w2, norm="layer"), contains="needs xhat and inv_std")
+test_fail(lambda: ffn_jacobian(pre, w1, w2, norm="batch", xhat=x_hat, inv_std=inv_std), contains="got 'batch'")
+
+# %% [markdown]
+# ### Gated networks
+#
+# SwiGLU [@shazeer2020] computes $W_d(\varphi(g) \circ u)$ from two pre-activations $g = W_g x$ and $u = W_u x$ with $\varphi$ = SiLU. The product rule gives two terms of the same form, one with slopes $\varphi'(g) \circ u$ behind $W_g$ and one with slopes $\varphi(g)$ behind $W_u$:
+#
+# $$J_i = \frac1s\Big[\sum_f \varphi'(g_f)\,u_f\, M^g_{if} + \sum_f \varphi(g_f)\, M^u_{if} - \frac{\hat x_i}{d} \sum_f W_{d,if}\big(\varphi'(g_f)\,u_f\,(g_f - g^0_f) + \varphi(g_f)\,(u_f - u^0_f)\big)\Big] \tag{13.6}$$
+#
+# where the superscript 0 marks the value at $\hat x = 0$. The product rule is all that is new:
+
+# %%
+g_in, u_in = sp.Function("g")(h), sp.Function("u")(h)
+gated = silu(g_in) * u_in
+silu_prime = sp.diff(silu(a), a).subs(a, g_in)
+prove(sp.diff(gated, h) - silu_prime * u_in * sp.diff(g_in, h) - silu(g_in) * sp.diff(u_in, h))
+
 
 # %%
 #| exports
@@ -508,6 +579,122 @@ def gated_ffn_jacobian(
 
 
 # %%
+w_up = draw(6, 4)
+
+
+def swiglu_branch(h):
+    x = F.rms_norm(h, (4,), weight, 1e-6)
+    return F.linear(F.silu(F.linear(x, w1)) * F.linear(x, w_up), w2)
+
+
+# %%
+x_hat, inv_std = standardise(tokens, "rms", 1e-6)
+x = x_hat * weight
+jac = gated_ffn_jacobian(F.linear(x, w1), F.linear(x, w_up), w1, w_up, w2, norm="rms", xhat=x_hat, inv_std=inv_std, norm_weight=weight)
+torch.testing.assert_close(jac, vmap(jacrev(swiglu_branch))(tokens).diagonal(dim1=-2, dim2=-1))
+jac[0]
+
+# %% [markdown]
+# ## Freezing
+#
+# Now the whole cycle with constant inputs: a token observes with precision $\lambda_{\text{obs}}$ (12.2) and predicts (13.2), again and again. Two observations per step would be as good; what matters is that the update only ever adds.
+# With $Q = 0$ and $|1 + J| \le 1$ nothing ever takes precision away, it grows without bound, and the gain falls to zero: the model **freezes** and ignores what it is told **[P]**.
+# For $J = 0$ exactly: $\lambda$ grows by $\lambda_{\text{obs}}$ each step, so the gain after $n$ steps from $\lambda_0$ is
+
+# %%
+n, lam0 = sp.symbols("n lambda_0", positive=True)
+gain_after = lam_obs / (lam0 + (n + 1) * lam_obs)
+prove(gain_after - (lam_obs / (lam + lam_obs)).subs(lam, lam0 + n * lam_obs)), sp.limit(gain_after, n, sp.oo)
+
+# %% [markdown]
+# (Dynamics that stretch, $|1 + J| > 1$, lose precision on their own and do not freeze even without noise: see the fixed point below. A trained network has features of both kinds, and $Q$ serves those that shrink.)
+
+
+# %%
+def gains(q, jac=0.0, lam_obs=1.0, steps=60):
+    belief, history = Belief(torch.zeros(1), torch.ones(1)), []
+    for _ in range(steps):
+        history.append(gain(belief.precision, torch.full((1,), lam_obs)))
+        belief = update(belief, Belief(torch.zeros(1), torch.full((1,), lam_obs)))
+        belief = predict(belief, torch.zeros(1), torch.tensor(jac), torch.tensor(q))
+    return torch.cat(history)
+
+
+# %%
+#| label: fig-freeze
+#| fig-cap: "Without process noise the gain falls towards zero and the model stops listening; any Q > 0 keeps it awake."
+#| code-fold: true
+use_style()
+fig, ax = plt.subplots()
+steps = torch.arange(60)
+ax.plot(steps, gains(0.0), color=COLOUR["noise"], label="Q = 0")
+for q_value, style in ((0.01, ":"), (0.1, "--"), (1.0, "-")):
+    ax.plot(steps, gains(q_value), style, color=COLOUR["posterior"], label=f"Q = {q_value} h²")
+ax.set(xlabel="layers or steps", ylabel="gain K", ylim=(0, 0.7))
+ax.legend(ncols=2)
+plt.show()
+
+# %%
+torch.testing.assert_close(gains(0.0), 1 / (steps + 2.0))
+
+# %% [markdown]
+# ## The fixed point
+#
+# With $\gamma = (1+J)^2$ the cycle is the map
+#
+# $$F(\lambda) = \left(\frac{\gamma}{\lambda + \lambda_{\text{obs}}} + Q\right)^{-1}. \tag{13.7}$$
+#
+# **Claim.** For $Q > 0$ it has exactly one positive fixed point,
+#
+# $$\lambda^\star = \frac{-b + \sqrt{b^2 + 4 Q \lambda_{\text{obs}}}}{2Q}, \qquad b = \gamma + Q\lambda_{\text{obs}} - 1, \tag{13.8}$$
+#
+# and every start converges to it. This is a scalar Riccati equation, the steady state of the Kalman filter [@anderson1979].
+
+# %%
+growth = sp.Symbol("gamma", positive=True)
+cycle = 1 / (growth / (lam + lam_obs) + q)
+b = growth + q * lam_obs - 1
+quadratic = q * lam**2 + b * lam - lam_obs
+prove(sp.fraction(sp.together(cycle - lam))[0] + quadratic)
+
+# %% [markdown]
+# Fixed points are the roots of $Q\lambda^2 + b\lambda - \lambda_{\text{obs}}$. Their product, the last coefficient over the first, is negative, so one root is positive and one is negative: **unique**. The positive one is
+
+# %%
+lam_star = (-b + sp.sqrt(b**2 + 4 * q * lam_obs)) / (2 * q)
+lam_minus = (-b - sp.sqrt(b**2 + 4 * q * lam_obs)) / (2 * q)
+prove(quadratic.subs(lam, lam_star)), prove(lam_star * lam_minus + lam_obs / q)
+
+# %% [markdown]
+# **Stable.** The slope of the map is $F'(\lambda) = \gamma F^2/(\lambda + \lambda_{\text{obs}})^2$:
+
+# %%
+prove(sp.diff(cycle, lam) - growth * cycle**2 / (lam + lam_obs) ** 2)
+
+# %% [markdown]
+# At the fixed point $F = \lambda$, so $\gamma = (1/\lambda - Q)(\lambda + \lambda_{\text{obs}})$, and the slope becomes a product of two numbers in $(0, 1)$: the distance from the bound $1/Q$, and the share of the prior, $1 - K^\star$.
+#
+# $$F'(\lambda^\star) = (1 - Q\lambda^\star)\,(1 - K^\star) < 1 \tag{13.9}$$
+
+# %%
+at_fixed_point = growth * lam**2 / (lam + lam_obs) ** 2
+prove(at_fixed_point.subs(growth, (1 / lam - q) * (lam + lam_obs)) - (1 - q * lam) * lam / (lam + lam_obs))
+
+# %% [markdown]
+# **From every start.** $F$ rises (its slope is positive) and is concave, with $F(0) > 0$ and one crossing of the diagonal: below $\lambda^\star$ the sequence rises to it, above it falls to it.
+
+# %%
+curvature = -2 * growth * q / (growth + q * (lam + lam_obs)) ** 3
+prove(sp.diff(cycle, lam, 2) - curvature)
+
+# %% [markdown]
+# For $Q = 0$ the quadratic becomes linear: $\lambda^\star = \lambda_{\text{obs}}/(\gamma - 1)$ if the dynamics stretch, and no finite fixed point, i.e. freezing, if they do not:
+
+# %%
+sp.solve(quadratic.subs(q, 0), lam)
+
+
+# %%
 #| exports
 def fixed_point(
     lam_obs: Float[Tensor, "..."],  # observation precision λ_obs > 0, the same at every step, [h⁻²]
@@ -522,3 +709,181 @@ def fixed_point(
     shrinking = b < 0  # each branch of the root is used where it does not cancel
     large = (root - b) / (2 * torch.where(shrinking, q, 1.0))
     return torch.where(shrinking, large, 2 * lam_obs / torch.where(shrinking, 1.0, b + root))
+
+# %% [markdown]
+# The two forms of the root in the code are the same number; each is used where it does not subtract nearly equal numbers.
+
+# %%
+prove(lam_star - 2 * lam_obs / (b + sp.sqrt(b**2 + 4 * q * lam_obs)))
+
+# %%
+assert_same(lam_star.subs(growth, (1 + J) ** 2), (lam_obs, J, q), fixed_point)
+
+# %%
+star = fixed_point(torch.tensor(1.0), torch.tensor([-0.3, 0.0, 0.5]), torch.tensor([0.1, 0.1, 0.0]))
+torch.testing.assert_close(propagate(star + 1.0, torch.tensor([-0.3, 0.0, 0.5]), torch.tensor([0.1, 0.1, 0.0])), star)
+star
+
+# %% [markdown]
+# The freezing figure ends at this point: with $\lambda_{\text{obs}} = 1$ and $J = 0$ the gains settle at
+
+# %%
+q_values = torch.tensor([0.01, 0.1, 1.0])
+settled = gain(fixed_point(torch.ones(3), torch.zeros(3), q_values), torch.ones(3))
+torch.testing.assert_close(gains(0.1)[-1], settled[1])
+settled
+
+# %%
+#| label: fig-map
+#| fig-cap: "One cycle of observe, update, predict pulls every precision to the one fixed point; with Q = 0 the map stays above the diagonal and there is none."
+#| code-fold: true
+axis = torch.linspace(0, 8, 161)
+cycle_of = lambda lam, q: propagate(lam + 1.0, torch.tensor(0.0), torch.tensor(q))
+fig, ax = plt.subplots()
+ax.plot(axis, axis, color=COLOUR["prior"], linewidth=1)
+ax.plot(axis, cycle_of(axis, 0.0), color=COLOUR["noise"], label="Q = 0")
+ax.plot(axis, cycle_of(axis, 0.1), color=COLOUR["posterior"], label="Q = 0.1 h²")
+for start in (0.2, 7.5):
+    path = [torch.tensor(start)]
+    for _ in range(12):
+        path += [path[-1], cycle_of(path[-1], 0.1)] if len(path) == 1 else [cycle_of(path[-1], 0.1)]
+    xs = [p for p in path[1:] for _ in range(2)]
+    ax.plot(xs[:-1], xs[1:], color=COLOUR["observation"], linewidth=0.8)
+end_point = fixed_point(torch.tensor(1.0), torch.tensor(0.0), torch.tensor(0.1))
+ax.plot(end_point, end_point, "o", color=COLOUR["posterior"])
+ax.set(xlabel=r"precision before the cycle, $\lambda$ [h$^{-2}$]", ylabel=r"after the cycle, $F(\lambda)$ [h$^{-2}$]", ylim=(0, 8))
+ax.legend()
+plt.show()
+
+# %% [markdown]
+# ## Where first order breaks
+#
+# The delta method sees the slope at one point. Where the slope changes within the width of the belief, it is wrong. The simplest case can be done exactly: $x \to x + x^2/2$ at $h = 0$ has $J = 0$, so (13.1) leaves the variance unchanged;
+# the true variance is $\sigma^2 + \sigma^4/2$. The moments of a standard normal variable, by integration:
+
+# %%
+z_std, sigma = sp.Symbol("z", real=True), sp.Symbol("sigma", positive=True)
+mean_of = lambda expr: sp.integrate(sp.expand(expr) * sp.exp(-(z_std**2) / 2) / sp.sqrt(2 * sp.pi), (z_std, -sp.oo, sp.oo))
+squared = sigma * z_std + (sigma * z_std) ** 2 / 2
+prove(mean_of(squared**2) - mean_of(squared) ** 2 - (sigma**2 + sigma**4 / 2))
+
+
+# %% [markdown]
+# The mean is off as well, by $\sigma^2/2$ here: to first order a belief's mean moves along the map, not along the average of the map. For other branches we measure the ratio of the true output variance to (13.1) by simulation:
+
+
+# %%
+def variance_ratio(branch, h, sd, n=100_000):
+    x = h + sd * torch.randn(n, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    at = torch.tensor(h, dtype=torch.float64, requires_grad=True)
+    (jac,) = torch.autograd.grad(branch(at), at)
+    return ((x + branch(x)).var() * propagate(torch.tensor(sd**-2, dtype=torch.float64), jac, torch.tensor(0.0))).item()
+
+
+# %%
+BRANCHES = {
+    "quadratic, x²/2 at 0": (lambda x: x.square() / 2, 0.0),
+    "GELU at 0": (F.gelu, 0.0),
+    "ReLU, kink 0.5 above": (lambda x: torch.relu(x), -0.5),
+    "ReLU, kink 0.5 below": (lambda x: torch.relu(x), 0.5),
+}
+
+# %%
+#| label: fig-delta
+#| fig-cap: "The delta method is right for narrow beliefs and off by up to a factor of two once the belief is wider than the distance over which the slope changes."
+#| code-fold: true
+widths = torch.logspace(-2, 0.3, 24).tolist()
+fig, ax = plt.subplots()
+for (name, (branch_of, at)), role in zip(BRANCHES.items(), ("posterior", "truth", "baseline", "noise"), strict=True):
+    ax.plot(widths, [variance_ratio(branch_of, at, sd) for sd in widths], color=COLOUR[role], label=name)
+ax.axhline(1, color=COLOUR["prior"], linewidth=1)
+ax.set(xscale="log", xlabel="standard deviation of the belief [h]", ylabel="true variance / delta method", ylim=(0, 3))
+ax.legend(fontsize=8)
+plt.show()
+
+# %% [markdown]
+# At a tenth of the distance to the kink the ReLU is exact; once the belief straddles it, the variance lies between that of the two slopes. The numbers at widths 0.05, 0.5 and 2:
+
+# %%
+ratios = {name: [round(variance_ratio(*case, sd), 2) for sd in (0.05, 0.5, 2.0)] for name, case in BRANCHES.items()}
+ratios
+
+# %%
+assert all(abs(narrow - 1) < 0.02 for narrow, _, _ in ratios.values())
+assert abs(ratios["quadratic, x²/2 at 0"][2] - (1 + 2.0**2 / 2)) < 0.1
+assert ratios["ReLU, kink 0.5 below"][2] < 0.8 and ratios["ReLU, kink 0.5 above"][2] > 1.5
+
+# %% [markdown]
+# A wide network is milder than a single unit: many kinks at many places average out. And $Q$, being learnt, absorbs what the first order misses on average.
+#
+# ## Assumptions, and where they break
+#
+# - **First order.** Right while the slope is constant over the width of the belief.
+# - **Diagonal.** Variance that comes in from other features is dropped; it is positive, and $Q$ stands for it.
+# - **Elementwise activation.** A callable that mixes features gets a wrong slope from the fallback, without a warning.
+# - **$J$ near $-1$.** The branch cancels the feature, and (13.1) would claim perfect knowledge. $Q$ bounds it; with $Q = 0$ the clamp does.
+#
+# ## Summary
+#
+# - The precision follows the slope of the dynamics, $\lambda'' = ((1+J)^2/\lambda' + Q)^{-1}$, and never exceeds $1/Q$.
+# - Without process noise the gain falls to zero; with it, the cycle has one stable fixed point in closed form.
+# - The exact diagonal of a feed-forward Jacobian, behind its norm, costs two matmuls (three when gated).
+#
+# ## Exercises
+#
+# **1.** How many steps does the cycle need to halve its distance from the fixed point, at $\lambda_{\text{obs}} = 1$, $J = 0$, $Q = 0.1$? Use (13.9) and check it by running the cycle.
+#
+# <details><summary>Answer</summary>
+#
+# $\ln 2 / (-\ln F')$ steps:
+
+# %%
+rate = (1 - 0.1 * end_point) * (1 - gain(end_point, torch.tensor(1.0)))
+one_cycle = cycle_of(end_point + 1e-2, 0.1) - end_point
+rate, one_cycle / 1e-2, torch.log(torch.tensor(0.5)) / rate.log()
+
+# %% [markdown]
+# </details>
+#
+# **2.** Which $Q$ makes the steady gain equal $K^\star = 1/2$ when $J = 0$? Solve it with SymPy.
+#
+# <details><summary>Answer</summary>
+#
+# A gain of one half means $\lambda^\star = \lambda_{\text{obs}}$. The update doubles the precision, and the noise must halve it again:
+
+# %%
+sp.solve((quadratic.subs(growth, 1)).subs(lam, lam_obs), q)
+
+# %% [markdown]
+# </details>
+#
+# **3.** How large is the norm's correction in a layer of width 64 with 256 ReLU units, at torch's initialisation? Compare $J$ with and without it.
+#
+# <details><summary>Answer</summary>
+
+# %%
+torch.manual_seed(0)
+first, second = torch.nn.Linear(64, 256), torch.nn.Linear(256, 64)
+with torch.no_grad():
+    x_hat, inv_std = standardise(torch.randn(32, 64))
+    pre = first(x_hat)
+    jac = ffn_jacobian(pre, first.weight, second.weight, norm="layer", xhat=x_hat, inv_std=inv_std, a_zero=first.bias)
+    plain = inv_std * ffn_jacobian(pre, first.weight, second.weight)
+((plain - jac).norm() / jac.norm()).item()
+
+# %% [markdown]
+# </details>
+#
+# **4.** Is $(1 + J)^2/\lambda$ an upper or a lower bound of the first-order variance when the other features are uncertain too? Give the exact first-order variance for a $2 \times 2$ Jacobian.
+#
+# <details><summary>Answer</summary>
+#
+# A lower bound: what is dropped is a square over a precision.
+
+# %%
+J12, lam_2 = sp.Symbol("J_12", real=True), sp.Symbol("lambda_2", positive=True)
+first_order = (sp.Matrix([[1 + J, J12]]) * sp.diag(1 / lam, 1 / lam_2) * sp.Matrix([1 + J, J12]))[0]
+prove(first_order - (1 + J) ** 2 / lam - J12**2 / lam_2)
+
+# %% [markdown]
+# </details>
