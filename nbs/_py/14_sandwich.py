@@ -47,10 +47,10 @@ v_room = torch.tensor([[0.4], [0.1], [3.0]])
 a_room
 
 # %% [markdown]
-# The third is negative and small: "whatever this one does, expect a little of the opposite". The reliabilities are $\bar\lambda = (1, 1, 2)$ relative to a typical key, and the weights are $b_j = a_j\bar\lambda_j$:
+# The third is negative and small: "whatever this one does, expect a little of the opposite". The reliabilities are $\bar\lambda = (1, 1.5, 1)$ relative to a typical key, and the weights are $b_j = a_j\bar\lambda_j$:
 
 # %%
-lam_bar_room = torch.tensor([1.0, 1.0, 2.0])
+lam_bar_room = torch.tensor([1.0, 1.5, 1.0])
 b_room = a_room * lam_bar_room
 b_room, b_room.sum()
 
@@ -62,10 +62,10 @@ b_room @ v_room
 
 
 # %% [markdown]
-# It is not a mean: the weights sum to 0.65, and a second set of the same neighbours would change it. With $\bar\lambda \equiv 1$ it is HSTU's own attention, the degenerate case.
+# It is not a mean: the weights sum to 0.86, and a second set of the same neighbours would double it. With $\bar\lambda \equiv 1$ it is HSTU's own attention, the degenerate case.
 # (A factor common to all $\bar\lambda$ scales $e$; HSTU normalises the sum right after, which removes it.)
 #
-# How well is $e$ known? A formula that knows only $\bar\lambda$ would trust the third neighbour most. The data tell another story: it lies far from the two others. The sandwich looks at the data.
+# How well is $e$ known? A formula that knows only $\bar\lambda$ sees nothing odd in the third neighbour. The data do: it lies far from the two others. The sandwich looks at the data.
 #
 # ## The variance of a weighted sum
 #
@@ -224,7 +224,7 @@ formula = sandwich.subs({x: y * z for x, y, z in zip(b, a_sym, lam_bar_sym, stri
 assert_same(formula, (*a_sym, *lam_bar_sym, *v), three_keys)
 
 # %% [markdown]
-# then with the third relevance negative (the first two are shifted up so that $n \ge 1$ and (14.3) is the plain quotient):
+# then with the third relevance negative (the first two are shifted up, so that $n \ge 1$ and (14.3) is the plain quotient):
 
 # %%
 signed = formula.subs({a_sym[0]: a_sym[0] + 20, a_sym[1]: a_sym[1] + 20, a_sym[2]: -a_sym[2] / 10}, simultaneous=True)
@@ -408,8 +408,15 @@ assert abs(summary[0.0][1] - 1) < 0.02 and all(0.75 < x[0] < 1.05 for x in summa
 assert summary[1.0][1] < 0.6 and summary[-1.0][1] > 1.5
 
 # %% [markdown]
-# Robustness has its price: the band of the sandwich is wider where the simple model is right ($g = 0$), and its mean lies below one, which is the missing divisor of the section above.
-#
+# Robustness has its price: the band of the sandwich is wider where the simple model is right ($g = 0$), and its mean lies below one. That is the missing divisor of the section above, $1 - 2\sum_j w_j^3/\kappa + \kappa$ at $g = 0$:
+
+# %%
+w48 = weights[0] / weights.sum()
+shortfall_48 = 1 - 2 * w48.pow(3).sum() / w48.square().sum() + w48.square().sum()
+torch.testing.assert_close(estimates(0.0)[0].mean(), shortfall_48, rtol=0.03, atol=0)
+shortfall_48
+
+# %% [markdown]
 # ## Assumptions, and where they break
 #
 # - **Independent values.** Correlated neighbours make every variance of a sum too small; the sandwich does not know.
@@ -425,11 +432,11 @@ assert summary[1.0][1] < 0.6 and summary[-1.0][1] > 1.5
 #
 # ## Exercises
 #
-# **1.** Show that (14.1) does not change when a key is split into two keys of half the weight and the same value, and that it should. What does this say about duplicated items in a user's history?
+# **1.** A key is split into two keys of half the weight and the same value, so that $e$ and $m$ stay as they are. What happens to its term in (14.1), and what does this say about duplicated items in a user's history?
 #
 # <details><summary>Answer</summary>
 #
-# It does change: two halves contribute $2\,(b/2)^2 r^2$, half of $b^2 r^2$. Two independent readings would deserve that; a copy does not. Duplicates make any of these estimates overconfident.
+# Two halves contribute $2\,(b/2)^2 r^2$, half of $b^2 r^2$. Two independent readings would deserve that; a copy does not. Duplicates make any of these estimates overconfident.
 
 # %%
 r_sym = sp.Symbol("r", real=True)
