@@ -40,8 +40,8 @@ from bft_nb.symbolic import assert_same, prove
 # %% [markdown]
 # ## Three thermometers
 #
-# How warm is it at the hut? Three thermometers stand on the same slope. The first stands closest and is the most relevant.
-# The second is a little further away but a good instrument (standard deviation 0.5 °C). The third is a toy (2 °C), and it disagrees.
+# How warm is it at the hut? Three thermometers stand on the same slope. The first stands closest and is the most relevant; its errors have a
+# standard deviation of 1 °C. The second is a little further away but a better instrument (0.5 °C). The third is a toy (2 °C), and it disagrees.
 
 # %%
 use_style()
@@ -173,7 +173,7 @@ torch.testing.assert_close(kriging_weights(relevance.log()[None], torch.full((3,
 #
 # $$ \operatorname{E} v_j = \mu, \qquad \operatorname{Var} v_j = \frac{\sigma^2}{p_j}, \qquad p_j = \alpha_j \bar\lambda_j . \tag{10.3} $$
 #
-# An irrelevant neighbour is a noisy one and an unreliable neighbour is a noisy one; the two multiply. A *linear* estimate is $e = \sum_j w_j v_j$.
+# An irrelevant neighbour is a noisy one and an unreliable neighbour is a noisy one; the two multiply. The factor $\sigma^2$ has no unit here: $\sigma^2 = 1$ takes the tracked precision at its word. A *linear* estimate is $e = \sum_j w_j v_j$.
 # It is *unbiased* for every $\mu$ when $\sum_j w_j = 1$, since $\operatorname{E} e = \mu \sum_j w_j$. *Best* means least variance, and independence gives
 # $\operatorname{Var} e = \sigma^2 \sum_j w_j^2 / p_j$. So (10.2) claims to solve
 #
@@ -216,7 +216,7 @@ prove(moved - least - sigma**2 * sum(d**2 / (a * lam) for d, a, lam in zip(delta
 
 # %%
 #| label: fig-parabola
-#| fig-cap: "Kriging sits at the bottom of the parabola: variance of the estimate from thermometers A and B only, for every unbiased pair of weights (σ = 1 °C)."
+#| fig-cap: "Kriging sits at the bottom of the parabola: variance of the estimate from thermometers A and B only, for every unbiased pair of weights (σ = 1)."
 #| code-fold: true
 share = torch.linspace(0, 1, 101)
 p = product[:2]
@@ -252,7 +252,7 @@ e
 # %% [markdown]
 # ## The variance is already in the normaliser
 #
-# Claim **[D]**. At the optimum $\operatorname{Var} e = \sigma^2/\sum_j p_j = \eta$: the multiplier *is* the kriging variance. With $\sigma^2 = 1$, i.e. when the tracked precision is taken at its word,
+# Claim **[D]**. At the optimum $\operatorname{Var} e = \sigma^2/\sum_j p_j = \eta$: the multiplier *is* the kriging variance. With $\sigma^2 = 1$,
 #
 # $$ s_0^2 = \sum_j \frac{w_j}{\bar\lambda_j} = \frac{1}{\sum_j \alpha_j \bar\lambda_j} . \tag{10.6} $$
 #
@@ -297,7 +297,7 @@ assert_same(left, (*alphas, *lams), lambda *x: kriging_variance(kriging_weights(
 # %% [markdown]
 # ## How many neighbours did it see?
 #
-# Claim. If all neighbours had one and the same variance $\sigma^2$, the weighted mean would have variance $\sigma^2 \sum_j w_j^2$, as if it were the plain mean of
+# Claim. If all neighbours had one and the same variance, now called $\sigma^2$ [v²], the weighted mean would have variance $\sigma^2 \sum_j w_j^2$, as if it were the plain mean of
 #
 # $$ n = \frac{1}{\sum_j w_j^2} \tag{10.7} $$
 #
@@ -367,8 +367,8 @@ ax.plot(sharpness, mid, color=COLOUR["posterior"], label="median")
 ax.fill_between(sharpness, low, high, color=COLOUR["posterior"], alpha=0.2, linewidth=0)
 for y, name in ((1, "one key"), (16, "all keys")):
     ax.axhline(y, color=COLOUR["prior"], linestyle="--")
-    ax.text(0.1, y - 0.2, name, va="top", fontsize=8) if y > 1 else ax.text(0.1, y + 0.2, name, fontsize=8)
-ax.set(xscale="log", xlabel="sharpness: standard deviation of the logits [1]", ylabel="effective sample size n [keys]")
+    ax.text(25, y - 0.2 if y > 1 else y + 1.2, name, va="top", ha="right", fontsize=8)
+ax.set(xscale="log", yticks=[1, 4, 8, 12, 16], xlabel="sharpness: standard deviation of the logits [1]", ylabel="effective sample size n [keys]")
 plt.show()
 
 # %% [markdown]
