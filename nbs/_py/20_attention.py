@@ -56,7 +56,7 @@ lam_bar = torch.tensor([[1.0, 0.1, 1.0]])
 # Plain attention averages the three values and gets $11/3$. Kriging weighs them by reliability:
 
 # %%
-w = kriging_weights(q @ k.mT, lam_bar[:, None, None, :])
+w = kriging_weights(q @ k.mT, lam_bar[:, None])
 w[0, 0, 0], kriging_mean(w, v)[0, 0, 0]
 
 # %% [markdown]
@@ -119,34 +119,21 @@ class Moments(NamedTuple):
 
 # %%
 #| exports
-def _block_mask(mask, is_causal: bool, lo: int, hi: int, keys: int) -> Tensor | None:
-    "The mask of queries lo…hi against the first `keys` keys, with the triangle filled in."
-    part = None if mask is None else mask[..., lo if mask.shape[-2] > 1 else 0 : hi, :keys]
-    if not is_causal:
-        return part
-    device = None if mask is None else mask.device
-    triangle = torch.ones(hi - lo, keys, dtype=torch.bool, device=device).tril(lo)
-    return triangle if part is None else part & triangle
-
-
-# %%
-#| exports
 def moments_explicit(q, k, v, lam_bar, mask, bias, is_causal: bool, diagonal: bool) -> Moments:
     "Equation (20.1) with every weight in memory: the oracle, and the version to read."
     logits = q @ k.mT
     if bias is not None:
         logits = logits + bias
-    visible = _block_mask(mask, is_causal, 0, q.shape[-2], k.shape[-2])
-    if visible is not None:
-        # a query without keys is given all of them here and `NO_EVIDENCE` afterwards
-        visible = (visible | ~visible.any(-1, keepdim=True)).to(q.device)
-    w = kriging_weights(logits, lam_bar, visible)
+    if is_causal:
+        triangle = torch.ones(logits.shape[-2:], dtype=torch.bool, device=q.device).tril()
+        mask = triangle if mask is None else mask & triangle
+    w = kriging_weights(logits, lam_bar, mask)
     s = scatter(w, v)
     return Moments(kriging_mean(w, v), s if diagonal else s.mean(-1, keepdim=True), kriging_variance(w, lam_bar), w.square().sum(-1))
 
 
 # %%
-tiny = moments_explicit(q, k, v, lam_bar[:, None, None, :], None, None, False, True)
+tiny = moments_explicit(q, k, v, lam_bar[:, None], None, None, False, True)
 tiny.e[0, 0, 0], tiny.scatter[0, 0, 0], tiny.s2_0[0, 0, 0], 1 / tiny.kappa[0, 0, 0]
 
 # %% [markdown]
@@ -261,7 +248,7 @@ BLOCK = 64  # queries per block: 64 × 2048 weights of one head are half a megab
 #| exports
 def moments_blocked(q, k, v, lam_bar, mask, bias, is_causal: bool, diagonal: bool, block: int = BLOCK) -> Moments:
     "Equation (20.1) without a T × T table: equal to `moments_explicit` up to rounding."
-    ones, reliability = torch.ones_like(q[..., :1]), lam_bar.mT.expand(*k.shape[:-1], 1)
+    ones, reliability = torch.ones_like(q[..., :1]), lam_bar.unsqueeze(-1).expand(*k.shape[:-1], 1)
     origin = _origin(v, mask)
     v = v - origin
     second = v.square() if diagonal else v.square().mean(-1, keepdim=True)
@@ -275,7 +262,7 @@ def moments_blocked(q, k, v, lam_bar, mask, bias, is_causal: bool, diagonal: boo
 
 
 # %%
-blocked = moments_blocked(q, k, v, lam_bar[:, None, None, :], None, None, False, True)
+blocked = moments_blocked(q, k, v, lam_bar[:, None], None, None, False, True)
 for got, want in zip(blocked, tiny): torch.testing.assert_close(got, want)
 
 # %% [markdown]
@@ -362,7 +349,7 @@ def observe(
     _check_shapes(q, k, v, lam_bar, mask, is_causal)
     with torch.autocast(q.device.type, enabled=False):
         scaled = at_least_float32(q) * (q.shape[-1] ** -0.5 if scale is None else scale)
-        moments = IMPLEMENTATIONS[impl](scaled, at_least_float32(k), at_least_float32(v), at_least_float32(lam_bar)[:, None, None, :], visible, bias, is_causal, resolution == "diagonal")
+        moments = IMPLEMENTATIONS[impl](scaled, at_least_float32(k), at_least_float32(v), at_least_float32(lam_bar)[:, None], visible, bias, is_causal, resolution == "diagonal")
         counts = visible_keys(visible, is_causal, q.shape[2], k.shape[2])
         e, s, s2_0, kappa, seen = _without_evidence(moments, counts)
         variance = observation_variance(s, kappa.unsqueeze(-1), s2_0.unsqueeze(-1), nu0, _key_count(counts, k) if weights == "precision" else None)
