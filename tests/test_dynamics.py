@@ -23,8 +23,6 @@ from bft_nb.dynamics import (
     standardise,
 )
 
-settings.register_profile("no deadline", deadline=None)  # a shared machine pauses now and then
-settings.load_profile("no deadline")
 EPS = 1e-5
 shapes = st.tuples(st.integers(2, 9), st.integers(1, 11), st.lists(st.integers(1, 3), max_size=2), st.integers(0, 2**31))
 exact = dict(rtol=1e-10, atol=1e-10)

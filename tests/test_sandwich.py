@@ -3,13 +3,11 @@ import numpy as np
 import pytest
 import statsmodels.api as sm
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bft_nb.sandwich import centre, claimed_variance, posterior_variance, sandwich_variance, signed_kappa, signed_weights
 
-settings.register_profile("no deadline", deadline=None)  # a shared machine pauses now and then
-settings.load_profile("no deadline")
 shapes = st.tuples(st.integers(1, 4), st.integers(2, 12), st.integers(1, 3), st.integers(0, 2**31))
 
 
