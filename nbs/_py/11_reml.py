@@ -158,6 +158,7 @@ plt.show()
 
 # %% [markdown]
 # The shifted error rises slowly at the right end, where the float32 *values themselves* no longer hold the digits; no formula can restore those.
+# At the left end the shift costs up to half a digit, when the first key happens to be an outlier.
 #
 # ## What the scatter estimates
 #
@@ -396,7 +397,7 @@ assert_same(s2_post.subs({nu0: 1, n_: n_ + 1}), (S_, n_, s2_0), n_above_1)
 
 # %%
 #| label: fig-posterior
-#| fig-cap: "The scatter of three thermometers turns a vague prior of the variance into a narrower posterior; dotted, their scales."
+#| fig-cap: "The thermometers disagree more than they claim, and the variance of a neighbour moves up: prior and posterior density, dotted their scales s²."
 #| code-fold: true
 x = torch.linspace(0.01, 3, 300)
 nu_post = n_eff.item()  # ν₀ + n − 1 with ν₀ = 1
@@ -532,7 +533,7 @@ torch.testing.assert_close(1 / observation_variance(same, torch.tensor([[0.25]])
 
 # %%
 #| label: fig-lambda-obs
-#| fig-cap: "Precision of the observation against the effective sample size for neighbours that claim s₀² = 1: it starts at the claim 1/s₀² whatever the scatter, and ends on the line n/s²_REML (dashed)."
+#| fig-cap: "From claim to evidence: the precision of the observation starts at the claim 1/s₀² = 1 whatever the scatter, and ends on n/s²_REML (dashed)."
 #| code-fold: true
 n_axis = torch.logspace(0, 3, 100)
 fig, ax = plt.subplots()
@@ -546,6 +547,7 @@ ax.legend()
 plt.show()
 
 # %% [markdown]
+# Neighbours that disagree more than they claim (orange) first *lower* the precision: a second opinion that contradicts the first is worth less than one opinion nobody checked.
 # Since $n$ grows with the context, so does $\lambda_{obs}$: the gain of chapter 12 follows context length. The paper calls this information geometry **[P]**.
 #
 # ## How it fails
@@ -588,7 +590,7 @@ cases = {"8 equal weights": torch.full((8,), 1 / 8, dtype=torch.float64), "32 ke
 pd.DataFrame([(name, f"{effective_sample_size(x).item():.1f}", f"{coverage(x):.3f}") for name, x in cases.items()], columns=["weights", "n", "coverage of 90 %"])
 
 # %% [markdown]
-# Exact for equal weights, and close to nominal for unequal ones.
+# Exact for equal weights (0.90 up to simulation error). For very unequal ones the interval holds the truth too often: it is too wide, on the cautious side here.
 #
 # - *Two different quantities meet in* (11.7): $s_0^2$ comes from the residual stream's precision, $S$ from the values. The value projection stands between them, and training has to make the units agree **[D]**.
 #
