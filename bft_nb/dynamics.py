@@ -148,9 +148,11 @@ def fold_weights(
     norm_weight: Float[Tensor, " d"] | None = None,  # γ
     norm: str | None = None,  # "layer", "rms" or None
 ) -> Float[Tensor, "d f"]:  # M of (13.5)
-    "The matrix M of (13.5): everything in the diagonal Jacobian that depends on the weights alone."
+    "The matrix M of (13.5): what in the diagonal Jacobian depends on the weights alone. `ValueError` for shapes or norms that do not fit."
     if w1.shape != w2.shape[::-1]:
         raise ValueError(f"w1 must be (f, d) and w2 (d, f), got {tuple(w1.shape)} and {tuple(w2.shape)}")
+    if norm is not None:
+        _check_norm(norm)
     folded = w1 if norm_weight is None else w1 * norm_weight
     if norm == "layer":
         folded = folded - folded.mean(-1, keepdim=True)

@@ -39,12 +39,12 @@ from bft_nb.symbolic import assert_same, prove
 # %% [markdown]
 # ## The smallest case
 #
-# We believe a room has 20.0 °C, with a standard deviation of 0.5 °C. A thermometer with a standard deviation of 0.1 °C reads 20.4 °C. What do we believe now?
+# We believe a room has 20.0 °C, with a standard deviation of 0.5 °C. A thermometer with a standard deviation of 0.25 °C reads 20.4 °C. What do we believe now?
 #
-# Precisions are the inverse variances: $\lambda = 1/0.5^2 = 4$ and $\lambda_{\text{obs}} = 1/0.1^2 = 100$, in °C⁻². The thermometer knows 25 times better, so we move 25/26 of the way:
+# Precisions are the inverse variances: $\lambda = 1/0.5^2 = 4$ and $\lambda_{\text{obs}} = 1/0.25^2 = 16$, in °C⁻². The thermometer knows four times better, so we move four fifths of the way:
 
 # %%
-lam_room, lam_thermometer = 0.5**-2, 0.1**-2
+lam_room, lam_thermometer = 0.5**-2, 0.25**-2
 share = lam_thermometer / (lam_room + lam_thermometer)
 20.0 + share * (20.4 - 20.0)
 
@@ -64,10 +64,16 @@ share = lam_thermometer / (lam_room + lam_thermometer)
 #
 # This is the gain the paper gives for its residual connection **[P]** [@bft2026].
 #
-# The error after the move is $(1-K)(x - h) - K(z - x)$ up to sign, where $x$ is the truth. The two errors are independent, with variances $1/\lambda$ and $1/\lambda_{\text{obs}}$, so the posterior error variance is
+# Let $x$ be the truth. After the move the error is a mixture of the two errors,
 
 # %%
-K = sp.Symbol("K", real=True)
+K, x, h, z = sp.symbols("K x h z", real=True)
+prove((x - (h + K * (z - h))) - ((1 - K) * (x - h) - K * (z - x)))
+
+# %% [markdown]
+# and the two are independent, with variances $1/\lambda$ and $1/\lambda_{\text{obs}}$. So the posterior error variance is
+
+# %%
 lam, lam_obs = sp.symbols("lambda lambda_obs", positive=True)
 error_variance = (1 - K) ** 2 / lam + K**2 / lam_obs
 error_variance
@@ -90,7 +96,6 @@ sp.diff(error_variance, K, 2).is_positive
 # $$\lambda' = \lambda + \lambda_{\text{obs}} \tag{12.2}$$
 
 # %%
-x, h, z = sp.symbols("x h z", real=True)
 log_product = -lam * (x - h) ** 2 / 2 - lam_obs * (x - z) ** 2 / 2
 
 # %% [markdown]
@@ -177,10 +182,11 @@ sp.limit(K_min, lam_obs, 0), sp.limit(K_min, lam, 0)
 # The function keeps both limits over sixty powers of ten, with finite gradients:
 
 # %%
-extremes = torch.tensor([1e-30, 1.0, 1e30], requires_grad=True)
-K_grid = gain(extremes[:, None], extremes[None, :])
-K_grid.sum().backward()
-K_grid.detach(), extremes.grad
+extremes = torch.tensor([1e-30, 1.0, 1e30])
+known, seen = (x.clone().requires_grad_() for x in torch.meshgrid(extremes, extremes, indexing="ij"))
+K_grid = gain(known, seen)
+assert all(grad.isfinite().all() for grad in torch.autograd.grad(K_grid.sum(), (known, seen)))
+K_grid.detach()
 
 # %%
 #| label: fig-gain
@@ -193,9 +199,9 @@ ax.plot(ratio, gain(torch.ones(()), ratio), color=COLOUR["posterior"])
 ax.axhline(1, color=COLOUR["baseline"], linestyle="--")
 ax.text(1.5e-4, 0.93, "plain residual, K = 1", color=COLOUR["baseline"])
 ax.axhline(0, color=COLOUR["prior"], linestyle="--")
-ax.text(1.5e2, 0.04, "keep the prior, K = 0", color=COLOUR["prior"])
+ax.text(1.5e1, 0.04, "keep the prior, K = 0", color=COLOUR["prior"])
 ax.plot([lam_thermometer / lam_room], [share], "o", color=COLOUR["observation"])
-ax.text(30, 0.85, "the thermometer", color=COLOUR["observation"])
+ax.text(7, 0.76, "the thermometer", color=COLOUR["observation"])
 ax.set(xscale="log", xlabel=r"precision ratio $\lambda_{\rm obs}/\lambda$", ylabel="gain K")
 plt.show()
 
@@ -324,11 +330,11 @@ assert_same(1 / error_variance, (lam, lam_obs, K), joseph_precision)
 
 # %%
 one = torch.ones(())
-torch.testing.assert_close(joseph_precision(4 * one, 100 * one, one), 100 * one)
+torch.testing.assert_close(joseph_precision(4 * one, 16 * one, one), 16 * one)
 (1 - one) / 4
 
 # %% [markdown]
-# How much does the whole update gain over the plain residual? For the thermometer little (104 against 100 °C⁻²). For an observation worse than the prior, much:
+# How much does the whole update gain over the plain residual? For the thermometer little (20 against 16 °C⁻²). For an observation worse than the prior, much:
 
 # %%
 bad_reading = torch.tensor(0.25)
@@ -371,13 +377,13 @@ prove(twice - at_once), prove(lam_twice - lam_once)
 #
 # <details><summary>Answer</summary>
 #
-# The normalised innovation squared, $e^2/(1/\lambda + 1/\lambda_{\text{obs}})$, has mean 1 if both precisions are right. Here it is larger, so the claimed precision is too high:
+# The normalised innovation squared, $e^2/(1/\lambda + 1/\lambda_{\text{obs}})$, has mean 1 if both precisions are right. Here it should be $(1/4 + 1/4)/(1/4 + 1/16) = 1.6$, and it is: a precision is claimed too high.
 
 # %%
 gen = torch.Generator().manual_seed(0)
 truth = torch.randn(20_000, generator=gen) * 4**-0.5
-readings = truth + torch.randn(20_000, generator=gen) * (100 / 4) ** -0.5
-nis = readings**2 / (1 / 4 + 1 / 100)
+readings = truth + torch.randn(20_000, generator=gen) * (16 / 4) ** -0.5
+nis = readings**2 / (1 / 4 + 1 / 16)
 nis.mean()
 
 # %% [markdown]
