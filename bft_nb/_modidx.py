@@ -46,7 +46,9 @@ d = { 'settings': { 'branch': 'main',
                                 'bft_nb.ranking.repeated': ('ranking.html#repeated', 'bft_nb/ranking.py'),
                                 'bft_nb.ranking.stratum': ('ranking.html#stratum', 'bft_nb/ranking.py'),
                                 'bft_nb.ranking.wilson_interval': ('ranking.html#wilson_interval', 'bft_nb/ranking.py')},
+            'bft_nb.results': {},
             'bft_nb.symbolic': { 'bft_nb.symbolic.assert_same': ('symbolic.html#assert_same', 'bft_nb/symbolic.py'),
                                  'bft_nb.symbolic.prove': ('symbolic.html#prove', 'bft_nb/symbolic.py'),
                                  'bft_nb.symbolic.random_points': ('symbolic.html#random_points', 'bft_nb/symbolic.py'),
-                                 'bft_nb.symbolic.torch_fn': ('symbolic.html#torch_fn', 'bft_nb/symbolic.py')}}}
+                                 'bft_nb.symbolic.torch_fn': ('symbolic.html#torch_fn', 'bft_nb/symbolic.py')},
+            'bft_nb.training': {}}}
