@@ -20,6 +20,15 @@
 # The ordinary model and the filtering one differ in the class of their layers and in nothing else, so that a difference in their results has one cause.
 
 # %%
+#| hide
+import warnings
+
+# %%
+#| hide
+# the progress bars of the libraries below miss the notebook widgets, which this book does not use
+warnings.filterwarnings("ignore", message="IProgress not found")
+
+# %%
 #| exports
 import torch
 from huggingface_hub import PyTorchModelHubMixin
@@ -70,7 +79,7 @@ nn.Transformer.generate_square_subsequent_mask(3)
 
 
 # %% [markdown]
-# The layers are torch's own, pre-norm ($h + \text{block}(\text{norm}(h))$), with a final norm [@vaswani2017attention]:
+# The layers are torch's own, pre-norm ($h + \text{block}(\text{norm}(h))$), with a final norm [@xiong2020prenorm]:
 
 
 # %%
@@ -267,7 +276,7 @@ moved = (twelve(changed) - twelve(history)).norm(dim=-1).detach()
 #| code-fold: true
 fig, ax = plt.subplots()
 image = ax.imshow(moved.where(moved > 0, torch.nan), cmap="viridis")
-ax.set(xlabel="position of the state", ylabel="replaced item")
+ax.set(xlabel="position of the state", ylabel="position of the replaced item", xticks=range(0, 12, 2), yticks=range(0, 12, 2))
 fig.colorbar(image, label="change of the state [h]")
 plt.show()
 
