@@ -1,0 +1,137 @@
+"""Fetch files from their publishers: temporary file, checksum, atomic rename, nothing half-written left behind."""
+
+import hashlib
+import http.client
+import os
+import shutil
+import urllib.request
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+from tempfile import NamedTemporaryFile
+from typing import NamedTuple
+
+CHUNK = 1 << 20
+
+
+class Source(NamedTuple):
+    "A file as its publisher offers it."
+
+    url: str
+    md5: str | None = None  # only where the publisher states one
+
+    @property
+    def filename(self) -> str:
+        return PurePosixPath(urllib.request.url2pathname(self.url)).name
+
+
+class DownloadError(RuntimeError):
+    "A file could not be fetched whole, or is not the file its publisher describes."
+
+
+def cache_dir() -> Path:
+    "Where downloads are kept: `BFT_CACHE`, else `~/.cache/bft_nb`."
+    return Path(os.environ.get("BFT_CACHE") or Path.home() / ".cache" / "bft_nb").expanduser()
+
+
+def data_dir() -> Path | None:
+    "The user's own data folder, `BFT_DATA`, or None where it is not set; `FileNotFoundError` where it is set to no folder."
+    value = os.environ.get("BFT_DATA")
+    if not value: return None
+    if not (path := Path(value).expanduser()).is_dir():
+        raise FileNotFoundError(f"BFT_DATA={value!r} is not a folder: set it to the folder that holds rec/NAME.parquet, or unset it")
+    return path
+
+
+def md5_of(path: Path) -> str:
+    "Hexadecimal MD5 of a file."
+    with open(path, "rb") as f: return hashlib.file_digest(f, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
+
+
+@contextmanager
+def written(path: Path) -> Iterator[Path]:
+    "A temporary path beside `path` that becomes `path` on success and vanishes on any failure."
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", suffix=".part", delete=False) as f: part = Path(f.name)
+    try:
+        yield part
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def check_md5(path: Path, md5: str | None) -> None:
+    "Raise `DownloadError` naming both sums unless the file has this MD5 (`None`: the publisher states none)."
+    if md5 and (got := md5_of(path)) != md5:
+        raise DownloadError(f"wrong checksum for {path.name}: got md5 {got}, the publisher states {md5}")
+
+
+def _stream(url: str, part: Path, progress: bool, timeout: float) -> None:
+    from tqdm import tqdm  # a progress bar is only needed where something is downloaded
+
+    with urllib.request.urlopen(url, timeout=timeout) as answer, open(part, "wb") as out:
+        size = int(answer.headers.get("Content-Length") or 0)
+        with tqdm(total=size or None, unit="B", unit_scale=True, desc=url.rsplit("/", 1)[-1], disable=not progress) as bar:
+            while block := answer.read(CHUNK):
+                out.write(block)
+                bar.update(len(block))
+        if size and bar.n != size: raise DownloadError(f"truncated: {bar.n} of {size} bytes of {url}")
+
+
+def fetch(source: Source, folder: Path, progress: bool = True, timeout: float = 60.0) -> Path:
+    """The path of `source` in `folder`, downloaded unless it lies there already with the right checksum.
+
+    Raises `DownloadError` when the publisher cannot be reached, the file arrives truncated or its checksum is wrong;
+    a wrong or truncated file is deleted.
+    """
+    path = folder / source.filename
+    if path.exists():
+        try:
+            check_md5(path, source.md5)
+            return path
+        except DownloadError:
+            path.unlink()
+    try:
+        with written(path) as part:
+            _stream(source.url, part, progress, timeout)
+            check_md5(part, source.md5)
+    except (OSError, http.client.HTTPException) as e:
+        raise DownloadError(f"could not download {source.url}: {getattr(e, 'reason', e)}") from e
+    return path
+
+
+def check_member(name: str) -> None:
+    "Raise `DownloadError` for an archive member that would leave the folder it is unpacked into."
+    parts = PurePosixPath(name.replace("\\", "/"))
+    if parts.is_absolute() or ".." in parts.parts or ":" in name:
+        raise DownloadError(f"archive member {name!r} would be written outside its folder: refused")
+
+
+def unzip(archive: Path, folder: Path) -> Path:
+    "Unpack a zip archive into `folder` (all or nothing); `DownloadError` where it is damaged or a member would leave the folder."
+    temporary = folder.with_name(folder.name + ".part")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        with zipfile.ZipFile(archive) as z:
+            for name in z.namelist(): check_member(name)
+            z.extractall(temporary)
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(temporary, folder)
+    except zipfile.BadZipFile as e:
+        raise DownloadError(f"{archive.name} is not a whole zip archive: {e}") from e
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return folder
+
+
+@contextmanager
+def member(archive: Path, name: str):
+    "Open one member of a zip archive for reading as bytes, without unpacking; every member's name is checked first."
+    try:
+        with zipfile.ZipFile(archive) as z:
+            for other in z.namelist(): check_member(other)
+            if name not in z.namelist(): raise DownloadError(f"{archive.name} holds no {name!r}, it holds {sorted(z.namelist())[:10]}")
+            with z.open(name) as f: yield f
+    except zipfile.BadZipFile as e:
+        raise DownloadError(f"{archive.name} is not a whole zip archive: {e}") from e
