@@ -56,7 +56,7 @@ def moments_explicit(q, k, v, lam_bar, mask, bias, is_causal: bool, diagonal: bo
         triangle = torch.ones(logits.shape[-2:], dtype=torch.bool, device=q.device).tril()
         mask = triangle if mask is None else mask & triangle
     w = kriging_weights(logits, lam_bar, mask)
-    s = scatter(w, v)
+    s = scatter(w, v, shift=v.new_zeros(()))
     return Moments(kriging_mean(w, v), s if diagonal else s.mean(-1, keepdim=True), kriging_variance(w, lam_bar), w.square().sum(-1))
 
 # %% ../nbs/20_attention.ipynb #26709f26
@@ -109,14 +109,6 @@ class _BlockedMoments(torch.autograd.Function):
                 dq[..., lo:hi, :] = dlogits @ k[..., :j, :]
         return dq, dk, dvalues, None, None, None, None
 
-# %% ../nbs/20_attention.ipynb #597db54c
-def _origin(v: Tensor, mask: Tensor | None) -> Tensor:
-    "The value of the first key that some query may see, (b, h, 1, k), without gradient: S and e do not depend on it."
-    if mask is None:
-        return v[..., :1, :].detach()
-    first = mask.any(-2, keepdim=True).to(torch.uint8).argmax(-1, keepdim=True)
-    return v.detach().gather(-2, first.expand(*v.shape[:2], 1, v.shape[-1]))
-
 # %% ../nbs/20_attention.ipynb #fbc7d7ce
 BLOCK = 64  # queries per block: 64 × 2048 weights of one head are half a megabyte, and stay in cache
 
@@ -124,8 +116,6 @@ BLOCK = 64  # queries per block: 64 × 2048 weights of one head are half a megab
 def moments_blocked(q, k, v, lam_bar, mask, bias, is_causal: bool, diagonal: bool, block: int = BLOCK) -> Moments:
     "Equation (20.1) without a T × T table: equal to `moments_explicit` up to rounding."
     ones, reliability = torch.ones_like(q[..., :1]), lam_bar.unsqueeze(-1).expand(*k.shape[:-1], 1)
-    origin = _origin(v, mask)
-    v = v - origin
     second = v.square() if diagonal else v.square().mean(-1, keepdim=True)
     values = torch.cat([v, second, reliability.reciprocal()], -1)
     out, kappa = _BlockedMoments.apply(
@@ -133,7 +123,7 @@ def moments_blocked(q, k, v, lam_bar, mask, bias, is_causal: bool, diagonal: boo
     )
     e, second, s2_0 = out.split([v.shape[-1], second.shape[-1], 1], -1)
     square = e.square() if diagonal else e.square().mean(-1, keepdim=True)
-    return Moments(e + origin, (second - square).clamp_min(0), s2_0.squeeze(-1), kappa)
+    return Moments(e, (second - square).clamp_min(0), s2_0.squeeze(-1), kappa)
 
 # %% ../nbs/20_attention.ipynb #b26e4b2e
 class Observation(NamedTuple):
@@ -165,6 +155,14 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, lam_bar: Tensor, mask: Tensor
         if mask.dim() != 4 or any(m not in (1, f) for m, f in zip(mask.shape, full, strict=True)) or mask.shape[-1] != full[-1]:
             raise ValueError(f"mask must broadcast to (b, h, t, j) = {full} and name every key, got shape {tuple(mask.shape)}")
 
+# %% ../nbs/20_attention.ipynb #597db54c
+def _origin(v: Tensor, mask: Tensor | None) -> Tensor:
+    "The value of the first key that some query may see, (b, h, 1, k), without gradient: S and e do not depend on it."
+    if mask is None:
+        return v[..., :1, :].detach()
+    first = mask.any(-2, keepdim=True).to(torch.uint8).argmax(-1, keepdim=True)
+    return v.detach().gather(-2, first.expand(*v.shape[:2], 1, v.shape[-1]))
+
 # %% ../nbs/20_attention.ipynb #9b3e20e5
 def _split_mask(mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     "(visible, additive) from a boolean or a floating-point mask."
@@ -190,6 +188,7 @@ def observe(
     resolution: Literal["diagonal", "isotropic"] = "diagonal",  # of S and λ_obs: per value dimension, or per head
     weights: Literal["reliability", "precision"] = "reliability",  # reading of the weights, chapter 11
     nu0: float = 1.0,  # ν₀, degrees of freedom of the prior, > 0
+    shift: Tensor | None = None,  # constant near v, broadcasts to it: only rounding depends on it; None: the first visible key
     impl: str = "blocked",  # a key of `IMPLEMENTATIONS`
 ) -> Observation:  # in float32 or wider; the mean in v's dtype
     "Self-attention as kriging with a REML observation precision, (20.1) and chapter 11 [@bft2026]. Raises `ValueError` or `TypeError` on input that does not fit."
@@ -200,11 +199,14 @@ def observe(
     _check_shapes(q, k, v, lam_bar, mask, is_causal)
     with torch.autocast(q.device.type, enabled=False):
         scaled = at_least_float32(q) * (q.shape[-1] ** -0.5 if scale is None else scale)
-        moments = IMPLEMENTATIONS[impl](scaled, at_least_float32(k), at_least_float32(v), at_least_float32(lam_bar)[:, None], visible, bias, is_causal, resolution == "diagonal")
+        origin = at_least_float32(_origin(v, visible) if shift is None else shift.detach())
+        centred = at_least_float32(v) - origin
+        moments = IMPLEMENTATIONS[impl](scaled, at_least_float32(k), centred, at_least_float32(lam_bar)[:, None], visible, bias, is_causal, resolution == "diagonal")
         counts = visible_keys(visible, is_causal, q.shape[2], k.shape[2])
         e, s, s2_0, kappa, seen = _without_evidence(moments, counts)
         variance = observation_variance(s, kappa.unsqueeze(-1), s2_0.unsqueeze(-1), nu0, _key_count(counts, k) if weights == "precision" else None)
-        return Observation(e.to(v.dtype), variance.reciprocal(), seen / kappa)
+        mean = e + origin if counts is None else e + origin * seen.unsqueeze(-1)
+        return Observation(mean.to(v.dtype), variance.reciprocal(), seen / kappa)
 
 # %% ../nbs/20_attention.ipynb #be8ff0b0
 def _key_count(counts: Tensor | None, k: Tensor) -> Tensor:

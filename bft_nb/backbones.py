@@ -90,6 +90,9 @@ class SASRec(nn.Module, PyTorchModelHubMixin):
             raise ValueError(f"items must have shape (batch, time), got {tuple(items.shape)}")
         if items.shape[1] > self.max_length:
             raise ValueError(f"a history of {items.shape[1]} items is longer than max_length={self.max_length}: keep the most recent ones")
+        wrong = (items < 0) | (items > self.n_items)
+        if bool(wrong.any()):
+            raise ValueError(f"items must be ids 0 (padding) or 1..{self.n_items}, got {int(items[wrong][0])}")
 
     def encode(self, items: Int[Tensor, "b t"]) -> Float[Tensor, "b t d"]:
         "States of left-aligned histories, before padding is blanked."
@@ -127,4 +130,5 @@ class SASRec(nn.Module, PyTorchModelHubMixin):
         if items is not None:
             return (self.item_weights()[items] @ hidden.unsqueeze(-1)).squeeze(-1)
         scores = hidden @ self.item_weights().T
-        return scores.masked_fill(torch.arange(self.n_items + 1, device=scores.device) == 0, -torch.inf)
+        scores[..., 0] = -torch.inf
+        return scores

@@ -188,9 +188,18 @@ class BFTEncoderLayer(nn.TransformerEncoderLayer):
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
         lam_bar = reliability(belief) if self.kriging else torch.ones_like(belief.precision[..., 0])
         allowed = _attention_mask(mask, padding, *x.shape[:2], attn.num_heads)
-        seen = observe(q, k, v, lam_bar, mask=allowed, is_causal=is_causal, **self.observing)
+        seen = observe(q, k, v, lam_bar, mask=allowed, is_causal=is_causal, shift=self._value_of_average_token(), **self.observing)
         e, lam_obs = project(seen, attn.out_proj.weight, attn.out_proj.bias)
         return Belief(self.dropout1(e), lam_obs), seen.n_eff
+
+    def _value_of_average_token(self) -> Tensor:
+        "v of a token whose normalised features are zero, (h, 1, k): what `observe` may subtract from all values."
+        attn = self.self_attn
+        w = attn.in_proj_weight.chunk(3)[2]
+        bias = w.new_zeros(len(w)) if attn.in_proj_bias is None else attn.in_proj_bias.chunk(3)[2]
+        if self.norm_first and self.norm1.bias is not None:
+            bias = F.linear(self.norm1.bias, w, bias)
+        return bias.detach().view(attn.num_heads, 1, -1)
 
     def _predict(self, belief: Belief, carry: bool) -> Belief:
         "The feed-forward network: mean by torch's own block, precision through its Jacobian."

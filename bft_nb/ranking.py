@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['check_finite', 'check_targets', 'ranks', 'hit_rate', 'ndcg', 'reciprocal_rank', 'Ranking', 'repeated', 'protocol',
-           'popularity_edges', 'stratum', 'wilson_interval', 'Stratum', 'by_stratum', 'Difference', 'paired_bootstrap']
+           'wilson_interval', 'Stratum', 'by_stratum', 'Difference', 'paired_bootstrap']
 
 # %% ../nbs/32_ranking.ipynb #a585c8fd
 from collections.abc import Callable, Sequence
@@ -156,27 +156,6 @@ def protocol(
         f"histories cut to the last {max_length}, average rank under ties"
     )
 
-# %% ../nbs/32_ranking.ipynb #73096581
-def popularity_edges(
-    counts: Int[np.ndarray, " v"],  # occurrences in training; index 0 is padding
-    n_strata: int = 4,
-) -> Int[np.ndarray, " e"]:  # increasing upper bounds (inclusive) of all strata but the last
-    "Quantiles of the items' training counts; equal counts stay together, so strata can be fewer than asked for."
-    if n_strata < 1:
-        raise ValueError(f"n_strata must be at least 1, got {n_strata}")
-    inner = np.linspace(0, 1, n_strata + 1)[1:-1]
-    edges = np.unique(np.quantile(np.asarray(counts)[1:], inner, method="inverted_cdf").astype(np.int64))
-    return edges[edges < np.max(counts[1:])]
-
-# %% ../nbs/32_ranking.ipynb #1d5bfcfb
-def stratum(
-    targets: Int[np.ndarray, " m"],  # item ids
-    counts: Int[np.ndarray, " v"],
-    edges: Int[np.ndarray, " e"],  # from `popularity_edges`, or thresholds of your own
-) -> Int[np.ndarray, " m"]:  # 0 is the rarest
-    "Stratum of each target by its training count: stratum s holds counts in (edges[s−1], edges[s]]."
-    return np.searchsorted(np.asarray(edges), np.asarray(counts)[np.asarray(targets)], side="left")
-
 # %% ../nbs/32_ranking.ipynb #bcf6982c
 def wilson_interval(
     hits: int,
@@ -205,7 +184,7 @@ class Stratum(NamedTuple):
 # %% ../nbs/32_ranking.ipynb #bc8933f0
 def by_stratum(
     ranks: Int[Tensor, " m"],
-    strata: Int[np.ndarray, " m"],  # from `stratum`
+    strata: Int[np.ndarray, " m"],  # of each user's target, 0 is the rarest
     k: int = 10,
     confidence: float = 0.95,
 ) -> list[Stratum]:  # rarest first

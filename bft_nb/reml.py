@@ -14,7 +14,7 @@ from torch import Tensor
 def scatter(
     w: Float[Tensor, "*batch t j"],  # $w$, weights, rows sum to one (or are all zero), [1]
     v: Float[Tensor, "*#batch j k"],  # $v$, values of the keys, [v]
-    shift: Float[Tensor, "*#batch one k"] | None = None,  # subtracted from $v$ first, [v]; None = the first key
+    shift: Float[Tensor, "*#batch 1 #k"] | None = None,  # subtracted from $v$ first, [v]; None = the first key
 ) -> Float[Tensor, "*batch t k"]:  # $S \\ge 0$, float32 or wider, [v²]
     """The weighted scatter $S = \\sum_j w_j v_j^2 - (\\sum_j w_j v_j)^2$, the expanded square (11.1) [@bft2026].
 
@@ -26,10 +26,10 @@ def scatter(
     return (w @ v.square() - (w @ v).square()).clamp_min(0)
 
 # %% ../nbs/11_reml.ipynb #9f727316
-def _check_n_eff(n_eff: Tensor, at_least: float, what: str) -> None:
-    bad = ~(n_eff >= at_least)
+def _check_count(count: Tensor, at_least: float, what: str) -> None:
+    bad = ~(count >= at_least)
     if bad.any():
-        raise ValueError(f"n_eff must be {what}, got {n_eff[bad][0].item()}")
+        raise ValueError(f"{what}, got {count[bad][0].item()}")
 
 # %% ../nbs/11_reml.ipynb #3b6d0e5a
 def reml_variance(
@@ -40,7 +40,7 @@ def reml_variance(
 
     Raises `ValueError` unless $n > 1$: one value has no scatter. `posterior_scale` has an answer there.
     """
-    _check_n_eff(n_eff, 1 + 1e-6, "above 1 (one value has no scatter)")
+    _check_count(n_eff, 1 + 1e-6, "n_eff must be above 1 (one value has no scatter)")
     return S / (1 - 1 / n_eff)
 
 # %% ../nbs/11_reml.ipynb #fd29ff37
@@ -52,7 +52,7 @@ def reml_mean_variance(
 
     Raises `ValueError` unless $T > 1$.
     """
-    _check_n_eff(keys, 1 + 1e-6, "above 1, counted in keys")
+    _check_count(keys, 1 + 1e-6, "keys must be above 1")
     return S / (keys - 1)
 
 # %% ../nbs/11_reml.ipynb #7b87dbfa
@@ -72,7 +72,7 @@ def posterior_scale(
     Raises `ValueError` for $n < 1$ (a query that sees no key has no posterior of this form) or $\\nu_0 \\le 0$.
     """
     _check_nu0(nu0)
-    _check_n_eff(n_eff, 1 - 1e-3, "at least 1")
+    _check_count(n_eff, 1 - 1e-3, "n_eff must be at least 1")
     return (nu0 * s2_0 + n_eff * S) / (nu0 + n_eff - 1)
 
 # %% ../nbs/11_reml.ipynb #3e72dabc
@@ -89,7 +89,7 @@ def observation_variance(
     """
     _check_nu0(nu0)
     if keys is not None:
-        _check_n_eff(keys, 1, "at least 1, counted in keys")
+        _check_count(keys, 1.0, "keys must be at least 1")
         return (nu0 * s2_0 + S) / (nu0 + keys - 1)
     bad = ~((kappa > 0) & (kappa <= 1 + 1e-3))
     if bad.any():

@@ -91,7 +91,7 @@ prove(expanded.subs({x: x + shift for x in vs}, simultaneous=True) - expanded)
 def scatter(
     w: Float[Tensor, "*batch t j"],  # $w$, weights, rows sum to one (or are all zero), [1]
     v: Float[Tensor, "*#batch j k"],  # $v$, values of the keys, [v]
-    shift: Float[Tensor, "*#batch one k"] | None = None,  # subtracted from $v$ first, [v]; None = the first key
+    shift: Float[Tensor, "*#batch 1 #k"] | None = None,  # subtracted from $v$ first, [v]; None = the first key
 ) -> Float[Tensor, "*batch t k"]:  # $S \\ge 0$, float32 or wider, [v²]
     """The weighted scatter $S = \\sum_j w_j v_j^2 - (\\sum_j w_j v_j)^2$, the expanded square (11.1) [@bft2026].
 
@@ -158,6 +158,7 @@ plt.show()
 
 # %% [markdown]
 # The shifted error rises slowly at the right end, where the float32 *values themselves* no longer hold the digits; no formula can restore those.
+# At the left end the shift costs up to half a digit, when the first key happens to be an outlier.
 #
 # ## What the scatter estimates
 #
@@ -196,10 +197,10 @@ prove(expect(S.subs(noisy)) - sigma**2 * (1 - kappa_3))
 
 # %%
 #| exports
-def _check_n_eff(n_eff: Tensor, at_least: float, what: str) -> None:
-    bad = ~(n_eff >= at_least)
+def _check_count(count: Tensor, at_least: float, what: str) -> None:
+    bad = ~(count >= at_least)
     if bad.any():
-        raise ValueError(f"n_eff must be {what}, got {n_eff[bad][0].item()}")
+        raise ValueError(f"{what}, got {count[bad][0].item()}")
 
 
 # %%
@@ -212,7 +213,7 @@ def reml_variance(
 
     Raises `ValueError` unless $n > 1$: one value has no scatter. `posterior_scale` has an answer there.
     """
-    _check_n_eff(n_eff, 1 + 1e-6, "above 1 (one value has no scatter)")
+    _check_count(n_eff, 1 + 1e-6, "n_eff must be above 1 (one value has no scatter)")
     return S / (1 - 1 / n_eff)
 
 
@@ -302,7 +303,7 @@ def reml_mean_variance(
 
     Raises `ValueError` unless $T > 1$.
     """
-    _check_n_eff(keys, 1 + 1e-6, "above 1, counted in keys")
+    _check_count(keys, 1 + 1e-6, "keys must be above 1")
     return S / (keys - 1)
 
 
@@ -379,7 +380,7 @@ def posterior_scale(
     Raises `ValueError` for $n < 1$ (a query that sees no key has no posterior of this form) or $\\nu_0 \\le 0$.
     """
     _check_nu0(nu0)
-    _check_n_eff(n_eff, 1 - 1e-3, "at least 1")
+    _check_count(n_eff, 1 - 1e-3, "n_eff must be at least 1")
     return (nu0 * s2_0 + n_eff * S) / (nu0 + n_eff - 1)
 
 
@@ -396,7 +397,7 @@ assert_same(s2_post.subs({nu0: 1, n_: n_ + 1}), (S_, n_, s2_0), n_above_1)
 
 # %%
 #| label: fig-posterior
-#| fig-cap: "The scatter of three thermometers turns a vague prior of the variance into a narrower posterior; dotted, their scales."
+#| fig-cap: "The thermometers disagree more than they claim, and the variance of a neighbour moves up: prior and posterior density, dotted their scales s²."
 #| code-fold: true
 x = torch.linspace(0.01, 3, 300)
 nu_post = n_eff.item()  # ν₀ + n − 1 with ν₀ = 1
@@ -471,7 +472,7 @@ def observation_variance(
     """
     _check_nu0(nu0)
     if keys is not None:
-        _check_n_eff(keys, 1, "at least 1, counted in keys")
+        _check_count(keys, 1.0, "keys must be at least 1")
         return (nu0 * s2_0 + S) / (nu0 + keys - 1)
     bad = ~((kappa > 0) & (kappa <= 1 + 1e-3))
     if bad.any():
@@ -532,7 +533,7 @@ torch.testing.assert_close(1 / observation_variance(same, torch.tensor([[0.25]])
 
 # %%
 #| label: fig-lambda-obs
-#| fig-cap: "Precision of the observation against the effective sample size for neighbours that claim s₀² = 1: it starts at the claim 1/s₀² whatever the scatter, and ends on the line n/s²_REML (dashed)."
+#| fig-cap: "From claim to evidence: the precision of the observation starts at the claim 1/s₀² = 1 whatever the scatter, and ends on n/s²_REML (dashed)."
 #| code-fold: true
 n_axis = torch.logspace(0, 3, 100)
 fig, ax = plt.subplots()
@@ -546,13 +547,14 @@ ax.legend()
 plt.show()
 
 # %% [markdown]
+# Neighbours that disagree more than they claim (orange) first *lower* the precision: a second opinion that contradicts the first is worth less than one opinion nobody checked.
 # Since $n$ grows with the context, so does $\lambda_{obs}$: the gain of chapter 12 follows context length. The paper calls this information geometry **[P]**.
 #
 # ## How it fails
 
 # %%
 test_fail(lambda: reml_variance(torch.zeros(1), torch.ones(1)), contains="n_eff must be above 1")
-test_fail(lambda: reml_mean_variance(torch.zeros(1), torch.ones(1)), contains="counted in keys, got 1.0")
+test_fail(lambda: reml_mean_variance(torch.zeros(1), torch.ones(1)), contains="keys must be above 1, got 1.0")
 test_fail(lambda: posterior_scale(torch.zeros(1), torch.zeros(1), torch.ones(1)), contains="n_eff must be at least 1, got 0.0")
 
 # %%
@@ -588,7 +590,7 @@ cases = {"8 equal weights": torch.full((8,), 1 / 8, dtype=torch.float64), "32 ke
 pd.DataFrame([(name, f"{effective_sample_size(x).item():.1f}", f"{coverage(x):.3f}") for name, x in cases.items()], columns=["weights", "n", "coverage of 90 %"])
 
 # %% [markdown]
-# Exact for equal weights, and close to nominal for unequal ones.
+# Exact for equal weights (0.90 up to simulation error). For very unequal ones the interval holds the truth too often: it is too wide, on the cautious side here.
 #
 # - *Two different quantities meet in* (11.7): $s_0^2$ comes from the residual stream's precision, $S$ from the values. The value projection stands between them, and training has to make the units agree **[D]**.
 #

@@ -128,7 +128,7 @@ def moments_explicit(q, k, v, lam_bar, mask, bias, is_causal: bool, diagonal: bo
         triangle = torch.ones(logits.shape[-2:], dtype=torch.bool, device=q.device).tril()
         mask = triangle if mask is None else mask & triangle
     w = kriging_weights(logits, lam_bar, mask)
-    s = scatter(w, v)
+    s = scatter(w, v, shift=v.new_zeros(()))
     return Moments(kriging_mean(w, v), s if diagonal else s.mean(-1, keepdim=True), kriging_variance(w, lam_bar), w.square().sum(-1))
 
 
@@ -226,19 +226,6 @@ class _BlockedMoments(torch.autograd.Function):
         return dq, dk, dvalues, None, None, None, None
 
 
-# %% [markdown]
-# $S = \sum w v^2 - e^2$ subtracts two numbers that may both be large (chapter 11): the values are therefore shifted to put one of them at the origin. The shift must be the same for all queries, or $S$ would no longer be one matrix product, and no query may learn from it about keys it cannot see, not even by rounding. The first key that may be seen at all is both.
-
-# %%
-#| exports
-def _origin(v: Tensor, mask: Tensor | None) -> Tensor:
-    "The value of the first key that some query may see, (b, h, 1, k), without gradient: S and e do not depend on it."
-    if mask is None:
-        return v[..., :1, :].detach()
-    first = mask.any(-2, keepdim=True).to(torch.uint8).argmax(-1, keepdim=True)
-    return v.detach().gather(-2, first.expand(*v.shape[:2], 1, v.shape[-1]))
-
-
 # %%
 #| exports
 BLOCK = 64  # queries per block: 64 × 2048 weights of one head are half a megabyte, and stay in cache
@@ -249,8 +236,6 @@ BLOCK = 64  # queries per block: 64 × 2048 weights of one head are half a megab
 def moments_blocked(q, k, v, lam_bar, mask, bias, is_causal: bool, diagonal: bool, block: int = BLOCK) -> Moments:
     "Equation (20.1) without a T × T table: equal to `moments_explicit` up to rounding."
     ones, reliability = torch.ones_like(q[..., :1]), lam_bar.unsqueeze(-1).expand(*k.shape[:-1], 1)
-    origin = _origin(v, mask)
-    v = v - origin
     second = v.square() if diagonal else v.square().mean(-1, keepdim=True)
     values = torch.cat([v, second, reliability.reciprocal()], -1)
     out, kappa = _BlockedMoments.apply(
@@ -258,7 +243,7 @@ def moments_blocked(q, k, v, lam_bar, mask, bias, is_causal: bool, diagonal: boo
     )
     e, second, s2_0 = out.split([v.shape[-1], second.shape[-1], 1], -1)
     square = e.square() if diagonal else e.square().mean(-1, keepdim=True)
-    return Moments(e + origin, (second - square).clamp_min(0), s2_0.squeeze(-1), kappa)
+    return Moments(e, (second - square).clamp_min(0), s2_0.squeeze(-1), kappa)
 
 
 # %%
@@ -309,6 +294,19 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, lam_bar: Tensor, mask: Tensor
 
 
 # %% [markdown]
+# $S = \sum w v^2 - e^2$ subtracts two numbers that may both be large (chapter 11): the values are therefore shifted towards the origin first, and the mean is shifted back. The shift must be the same for all queries, or $S$ would no longer be one matrix product, and no query may learn from it about keys it cannot see, not even by rounding. A layer knows a good constant (chapter 22); without one, the first key that may be seen at all serves.
+
+# %%
+#| exports
+def _origin(v: Tensor, mask: Tensor | None) -> Tensor:
+    "The value of the first key that some query may see, (b, h, 1, k), without gradient: S and e do not depend on it."
+    if mask is None:
+        return v[..., :1, :].detach()
+    first = mask.any(-2, keepdim=True).to(torch.uint8).argmax(-1, keepdim=True)
+    return v.detach().gather(-2, first.expand(*v.shape[:2], 1, v.shape[-1]))
+
+
+# %% [markdown]
 # A floating-point mask is added to the logits, as in torch; minus infinity hides a key.
 
 # %%
@@ -339,6 +337,7 @@ def observe(
     resolution: Literal["diagonal", "isotropic"] = "diagonal",  # of S and λ_obs: per value dimension, or per head
     weights: Literal["reliability", "precision"] = "reliability",  # reading of the weights, chapter 11
     nu0: float = 1.0,  # ν₀, degrees of freedom of the prior, > 0
+    shift: Tensor | None = None,  # constant near v, broadcasts to it: only rounding depends on it; None: the first visible key
     impl: str = "blocked",  # a key of `IMPLEMENTATIONS`
 ) -> Observation:  # in float32 or wider; the mean in v's dtype
     "Self-attention as kriging with a REML observation precision, (20.1) and chapter 11 [@bft2026]. Raises `ValueError` or `TypeError` on input that does not fit."
@@ -349,11 +348,14 @@ def observe(
     _check_shapes(q, k, v, lam_bar, mask, is_causal)
     with torch.autocast(q.device.type, enabled=False):
         scaled = at_least_float32(q) * (q.shape[-1] ** -0.5 if scale is None else scale)
-        moments = IMPLEMENTATIONS[impl](scaled, at_least_float32(k), at_least_float32(v), at_least_float32(lam_bar)[:, None], visible, bias, is_causal, resolution == "diagonal")
+        origin = at_least_float32(_origin(v, visible) if shift is None else shift.detach())
+        centred = at_least_float32(v) - origin
+        moments = IMPLEMENTATIONS[impl](scaled, at_least_float32(k), centred, at_least_float32(lam_bar)[:, None], visible, bias, is_causal, resolution == "diagonal")
         counts = visible_keys(visible, is_causal, q.shape[2], k.shape[2])
         e, s, s2_0, kappa, seen = _without_evidence(moments, counts)
         variance = observation_variance(s, kappa.unsqueeze(-1), s2_0.unsqueeze(-1), nu0, _key_count(counts, k) if weights == "precision" else None)
-        return Observation(e.to(v.dtype), variance.reciprocal(), seen / kappa)
+        mean = e + origin if counts is None else e + origin * seen.unsqueeze(-1)
+        return Observation(mean.to(v.dtype), variance.reciprocal(), seen / kappa)
 
 
 # %% [markdown]

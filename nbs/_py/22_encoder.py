@@ -254,9 +254,18 @@ class BFTEncoderLayer(nn.TransformerEncoderLayer):
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
         lam_bar = reliability(belief) if self.kriging else torch.ones_like(belief.precision[..., 0])
         allowed = _attention_mask(mask, padding, *x.shape[:2], attn.num_heads)
-        seen = observe(q, k, v, lam_bar, mask=allowed, is_causal=is_causal, **self.observing)
+        seen = observe(q, k, v, lam_bar, mask=allowed, is_causal=is_causal, shift=self._value_of_average_token(), **self.observing)
         e, lam_obs = project(seen, attn.out_proj.weight, attn.out_proj.bias)
         return Belief(self.dropout1(e), lam_obs), seen.n_eff
+
+    def _value_of_average_token(self) -> Tensor:
+        "v of a token whose normalised features are zero, (h, 1, k): what `observe` may subtract from all values."
+        attn = self.self_attn
+        w = attn.in_proj_weight.chunk(3)[2]
+        bias = w.new_zeros(len(w)) if attn.in_proj_bias is None else attn.in_proj_bias.chunk(3)[2]
+        if self.norm_first and self.norm1.bias is not None:
+            bias = F.linear(self.norm1.bias, w, bias)
+        return bias.detach().view(attn.num_heads, 1, -1)
 
     def _predict(self, belief: Belief, carry: bool) -> Belief:
         "The feed-forward network: mean by torch's own block, precision through its Jacobian."
@@ -390,7 +399,7 @@ _, steps = filter_(Belief(x[:1].expand(2, 5, 16), lam), with_intermediates=True)
 
 # %%
 #| label: fig-gain
-#| fig-cap: "A token with a twentieth of the precision (token 3, orange) has the larger gain, and its neighbours' gains rise a little as they learn less from it (first layer, mean over features)."
+#| fig-cap: "A token with a twentieth of the precision (token 3, orange) has the larger gain; its neighbours, who see one reliable token fewer, have smaller ones (first layer, mean over features)."
 #| code-fold: true
 fig, ax = plt.subplots()
 for row, role, label in ((0, "posterior", "all tokens alike"), (1, "baseline", "token 3 unreliable")):

@@ -20,6 +20,15 @@
 # The ordinary model and the filtering one differ in the class of their layers and in nothing else, so that a difference in their results has one cause.
 
 # %%
+#| hide
+import warnings
+
+# %%
+#| hide
+# the progress bars of the libraries below miss the notebook widgets, which this book does not use
+warnings.filterwarnings("ignore", message="IProgress not found")
+
+# %%
 #| exports
 import torch
 from huggingface_hub import PyTorchModelHubMixin
@@ -70,7 +79,7 @@ nn.Transformer.generate_square_subsequent_mask(3)
 
 
 # %% [markdown]
-# The layers are torch's own, pre-norm ($h + \text{block}(\text{norm}(h))$), with a final norm [@vaswani2017attention]:
+# The layers are torch's own, pre-norm ($h + \text{block}(\text{norm}(h))$), with a final norm [@xiong2020prenorm]:
 
 
 # %%
@@ -162,6 +171,9 @@ class SASRec(nn.Module, PyTorchModelHubMixin):
             raise ValueError(f"items must have shape (batch, time), got {tuple(items.shape)}")
         if items.shape[1] > self.max_length:
             raise ValueError(f"a history of {items.shape[1]} items is longer than max_length={self.max_length}: keep the most recent ones")
+        wrong = (items < 0) | (items > self.n_items)
+        if bool(wrong.any()):
+            raise ValueError(f"items must be ids 0 (padding) or 1..{self.n_items}, got {int(items[wrong][0])}")
 
     def encode(self, items: Int[Tensor, "b t"]) -> Float[Tensor, "b t d"]:
         "States of left-aligned histories, before padding is blanked."
@@ -199,7 +211,8 @@ class SASRec(nn.Module, PyTorchModelHubMixin):
         if items is not None:
             return (self.item_weights()[items] @ hidden.unsqueeze(-1)).squeeze(-1)
         scores = hidden @ self.item_weights().T
-        return scores.masked_fill(torch.arange(self.n_items + 1, device=scores.device) == 0, -torch.inf)
+        scores[..., 0] = -torch.inf
+        return scores
 
 
 # %% [markdown]
@@ -263,7 +276,7 @@ moved = (twelve(changed) - twelve(history)).norm(dim=-1).detach()
 #| code-fold: true
 fig, ax = plt.subplots()
 image = ax.imshow(moved.where(moved > 0, torch.nan), cmap="viridis")
-ax.set(xlabel="position of the state", ylabel="replaced item")
+ax.set(xlabel="position of the state", ylabel="position of the replaced item", xticks=range(0, 12, 2), yticks=range(0, 12, 2))
 fig.colorbar(image, label="change of the state [h]")
 plt.show()
 

@@ -19,6 +19,15 @@
 # **Why** a chapter on something so small: published numbers for the same model on the same data differ by a factor of two, and the causes are in this chapter, not in the models.
 
 # %%
+#| hide
+import warnings
+
+# %%
+#| hide
+# the progress bars of the libraries below miss the notebook widgets, which this book does not use
+warnings.filterwarnings("ignore", message="IProgress not found")
+
+# %%
 #| exports
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -281,46 +290,9 @@ def protocol(
 protocol(split="leave-one-out 1f3a", n_items=6, filter_seen=True, max_length=50, n=3)
 
 # %% [markdown]
-# ## Popularity strata
-#
-# Means hide the rare. Items are grouped by how often they occur **in the training part only**, at edges that never separate items of one count:
-
-
-# %%
-#| exports
-def popularity_edges(
-    counts: Int[np.ndarray, " v"],  # occurrences in training; index 0 is padding
-    n_strata: int = 4,
-) -> Int[np.ndarray, " e"]:  # increasing upper bounds (inclusive) of all strata but the last
-    "Quantiles of the items' training counts; equal counts stay together, so strata can be fewer than asked for."
-    if n_strata < 1:
-        raise ValueError(f"n_strata must be at least 1, got {n_strata}")
-    inner = np.linspace(0, 1, n_strata + 1)[1:-1]
-    edges = np.unique(np.quantile(np.asarray(counts)[1:], inner, method="inverted_cdf").astype(np.int64))
-    return edges[edges < np.max(counts[1:])]
-
-
-# %%
-#| exports
-def stratum(
-    targets: Int[np.ndarray, " m"],  # item ids
-    counts: Int[np.ndarray, " v"],
-    edges: Int[np.ndarray, " e"],  # from `popularity_edges`, or thresholds of your own
-) -> Int[np.ndarray, " m"]:  # 0 is the rarest
-    "Stratum of each target by its training count: stratum s holds counts in (edges[s−1], edges[s]]."
-    return np.searchsorted(np.asarray(edges), np.asarray(counts)[np.asarray(targets)], side="left")
-
-
-# %%
-train_counts = np.array([0, 9, 1, 1, 1, 4, 2])
-edges = popularity_edges(train_counts, 3)
-edges, stratum(targets.numpy(), train_counts, edges)
-
-
-# %% [markdown]
 # ## How sure
 #
-# A hit rate is a proportion: Wilson's interval [@wilson1927] stays inside $[0, 1]$ and is honest at zero hits.
+# Means hide the rare, so results are also given by the popularity of the target; and a stratum of rare items has few hits. A hit rate is a proportion: Wilson's interval [@wilson1927] stays inside $[0, 1]$ and is honest at zero hits.
 
 
 # %%
@@ -360,7 +332,7 @@ class Stratum(NamedTuple):
 #| exports
 def by_stratum(
     ranks: Int[Tensor, " m"],
-    strata: Int[np.ndarray, " m"],  # from `stratum`
+    strata: Int[np.ndarray, " m"],  # of each user's target, 0 is the rarest
     k: int = 10,
     confidence: float = 0.95,
 ) -> list[Stratum]:  # rarest first
@@ -376,8 +348,16 @@ def by_stratum(
     return rows
 
 
+# %% [markdown]
+# The strata come from chapter 30, which counts items in the training part only: an item that is rare in training is rare to the model, however popular it becomes in the test.
+
 # %%
-by_stratum(found, stratum(targets.numpy(), train_counts, edges), k=3)
+from bft_nb.interactions import popularity_strata
+
+# %%
+train_counts = np.array([0, 9, 1, 1, 1, 4, 2])
+strata = popularity_strata(train_counts, 3).stratum[targets]
+by_stratum(found, strata, k=3)
 
 
 # %% [markdown]
@@ -432,3 +412,163 @@ def _bootstrap(difference: np.ndarray, n: int, seed: int, confidence: float) -> 
         (difference,), np.mean, n_resamples=n, batch=64, method="percentile", confidence_level=confidence, rng=rng
     ).confidence_interval
     return Difference(mean, float(interval.low), float(interval.high), len(difference))
+
+
+# %% [markdown]
+# Two models that differ only by chance, on a thousand users each, and the same with a real improvement for one user in twenty:
+
+# %%
+rng = np.random.default_rng(3)
+ranks_a = torch.from_numpy(rng.integers(1, 200, 1000))
+ranks_c = torch.where(torch.from_numpy(rng.random(1000) < 0.05), 1, ranks_a)
+paired_bootstrap(ranks_a, torch.from_numpy(rng.integers(1, 200, 1000)))["all"], paired_bootstrap(ranks_c, ranks_a)["all"]
+
+# %% [markdown]
+# ## How the number lies
+#
+# ### 1 Sampled metrics
+#
+# To save time, many papers rank the target among $m$ random items instead of all $N$. The sampled rank of a target with full rank $r$ is one plus a hypergeometric count of the $r - 1$ better items,
+#
+# $$\mathrm{HR}_m\text{@}K = P\big(X < K\big), \qquad X \sim \mathrm{Hypergeometric}(N - 1,\ r - 1,\ m) \tag{32.5}$$
+#
+# so with $m = 100$ a rank of 600 among 12,000 becomes a hit almost always: the sampled metric no longer looks at the top of the list [@krichene2020sampled]. Model A finds the item for one user in ten and is lost for the others. Model B finds it for one in twenty-five and is vaguely right for the rest:
+
+# %%
+import matplotlib.pyplot as plt
+from scipy.stats import hypergeom
+
+# %%
+from bft_nb.figures import COLOUR, use_style
+
+# %%
+n_items, users = 12_000, 1000
+rank_a = np.r_[np.full(100, 5), np.linspace(2000, 12_000, 900)].astype(int)
+rank_b = np.r_[np.full(40, 5), np.linspace(300, 1500, 960)].astype(int)
+negatives = np.unique(np.geomspace(20, n_items - 1, 40).astype(int))
+sampled = {name: [hypergeom.cdf(9, n_items - 1, r - 1, m).mean() for m in negatives] for name, r in {"A": rank_a, "B": rank_b}.items()}
+
+# %%
+#| label: fig-sampled
+#| fig-cap: "With few sampled negatives model B looks far better than A, although A hits more than twice as often when the whole catalogue is ranked (right end)."
+#| code-fold: true
+use_style()
+fig, ax = plt.subplots()
+ax.plot(negatives, sampled["A"], color=COLOUR["posterior"], label="model A")
+ax.plot(negatives, sampled["B"], color=COLOUR["baseline"], label="model B")
+ax.set(xscale="log", xlabel="sampled negatives m [items]", ylabel="HR@10 [share of users]", ylim=(0, 1.02))
+ax.legend()
+plt.show()
+
+# %% [markdown]
+# At $m = N - 1$ the sampled metric is the full one, and only that one is in this library:
+
+# %%
+assert np.isclose(sampled["A"][-1], (rank_a <= 10).mean()) and np.isclose(sampled["B"][-1], (rank_b <= 10).mean())
+sampled["A"][-1], sampled["B"][-1]
+
+# %% [markdown]
+# ### 2 Constant and undefined scores
+#
+# The shortest implementation counts the items that score higher. It gives a model that has learnt nothing, or one that has diverged to NaN, a perfect result:
+
+# %%
+constant, broken, last = torch.zeros(1, 101), torch.full((1, 101), torch.nan), torch.tensor([100])
+naive = [1 + int((s > s[:, last]).sum()) for s in (constant, broken)]
+naive, ranks(constant, last)
+
+# %%
+from fastcore.test import test_fail
+
+# %%
+test_fail(lambda: ranks(broken, last), contains="got 100 NaN or infinite of 100")
+test_fail(lambda: ranks(constant / 0.0, last), contains="scores must be finite")
+
+# %% [markdown]
+# ### 3 Seen items
+#
+# Filtering with the value 0 instead of $-\infty$ puts the seen items *first* as soon as scores are negative, as log-probabilities are:
+
+# %%
+log_probability = torch.tensor([[0.0, -3.0, -1.0, -2.0]])
+wrong = log_probability.clone().index_fill_(1, torch.tensor([1, 3]), 0.0)
+ranks(wrong, torch.tensor([2])), ranks(log_probability, torch.tensor([2]), torch.tensor([[1, 3]]))
+
+# %% [markdown]
+# And a target that the user has seen before (a café visited again) must not vanish from its own ranking. It stays, and it is counted:
+
+# %%
+again = Ranking(k=(1,), filter_seen=True)
+again.update(log_probability, torch.tensor([2]), torch.tensor([[2, 3]]))
+again.compute()
+
+# %% [markdown]
+# ### 4 Ties in time, 7 Cut histories
+#
+# Neither shows in the number at all. They are decided before the ranking, by the split (chapter 30) and by the model's `max_length`; so the sentence of `protocol` carries the hash of the one and the value of the other.
+#
+# ### 5 Strata counted on the wrong data
+#
+# Count popularity on all data and every target has been counted once by itself: the stratum "never seen in training" is empty by construction. Here item 2 occurs only in the test:
+
+# %%
+everything = train_counts + np.bincount([2, 2, 2], minlength=7)
+int(popularity_strata(train_counts, 3).stratum[2]), int(popularity_strata(everything, 3).stratum[2])
+
+# %% [markdown]
+# ### 6 Padding and batches
+#
+# The padding column scored 9.0 in the smallest case above, more than any item, and no rank noticed. A user's rank is the same alone and in company:
+
+# %%
+torch.testing.assert_close(torch.cat([ranks(scores[u : u + 1], targets[u : u + 1]) for u in range(3)]), ranks(scores, targets))
+
+# %% [markdown]
+# ### 8 Choosing on the test
+#
+# Thirty epochs of a model that does not change, measured on 500 validation and 500 test users at a true hit rate of 8 %. The best test epoch is not a result; the test at the best *validation* epoch is:
+
+# %%
+rng = np.random.default_rng(1)
+valid, test = rng.binomial(500, 0.08, (2, 400, 30)) / 500
+honest = test[np.arange(400), valid.argmax(1)].mean()
+round(float(test.max(1).mean()), 3), round(float(honest), 3)
+
+# %% [markdown]
+# ## Assumptions, and where they break
+#
+# One relevant item per user: with several, NDCG needs an ideal list and HR a definition. The average rank is the expected rank under random tie breaking, not the expected hit rate: in a catalogue smaller than $2K$ a constant model would be ranked inside $K$ for everybody, so $K$ must stay well below half the catalogue. Bootstrap intervals cover the choice of users, not the seed of the training: that takes several seeds.
+#
+# ## Summary
+#
+# - The rank of the target in the whole catalogue is one sum of signs; ties are shared, seen items and padding are out, undefined scores are refused.
+# - HR, NDCG and MRR are functions of that rank, and a `Ranking` metric adds them up over batches and processes.
+# - Every number comes with its protocol, its interval, and its strata counted on training data.
+#
+# ## Exercises
+#
+# **1.** What HR@10 does a random ranking of 12,101 items reach, and what does `Ranking` give it?
+#
+# <details><summary>Answer</summary>
+#
+# $10/12101 = 0.0008$:
+
+# %%
+chance = Ranking(k=(10,), filter_seen=False)
+chance.update(torch.randint(1, 12_102, (100_000,), generator=torch.Generator().manual_seed(0)))
+round(10 / 12_101, 4), round(float(chance.compute()["hr@10"]), 4)
+
+# %% [markdown]
+# </details>
+#
+# **2.** Model B of the figure ranks every target better than the median of A. Why does A win?
+#
+# <details><summary>Answer</summary>
+#
+# Because a list of ten is all a user sees: ranks 300 and 12,000 are the same failure. A metric that pays for the middle of the list (AUC, or any sampled one) answers another question:
+
+# %%
+float(np.median(rank_a)), float(np.median(rank_b))
+
+# %% [markdown]
+# </details>
