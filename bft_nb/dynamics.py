@@ -224,8 +224,8 @@ def fixed_point(
     "The one positive fixed point (13.8) of observe, update, predict with constant inputs: a scalar Riccati equation [@anderson1979]."
     lam_obs, q = at_least_float32(lam_obs), at_least_float32(q)
     growth = (1 + at_least_float32(jac)).square().clamp(min=MIN_GROWTH)
-    b = growth + q * lam_obs - 1
-    root = torch.sqrt(b.square() + 4 * q * lam_obs)
-    shrinking = b < 0  # each branch of the root is used where it does not cancel
-    large = (root - b) / (2 * torch.where(shrinking, q, 1.0))
-    return torch.where(shrinking, large, 2 * lam_obs / torch.where(shrinking, 1.0, b + root))
+    c = growth + q * lam_obs - 1
+    root = torch.sqrt(c.square() + 4 * q * lam_obs)
+    shrinking = c < 0  # each branch of the root is used where it does not cancel
+    large = (root - c) / (2 * torch.where(shrinking, q, 1.0))
+    return torch.where(shrinking, large, 2 * lam_obs / torch.where(shrinking, 1.0, c + root))

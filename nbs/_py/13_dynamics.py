@@ -404,24 +404,24 @@ assert_same(norm_slope, (*H, gamma), lambda x, y, z, g: norm_jacobian(*standardi
 
 # %%
 W1, W2 = sp.Matrix(2, 3, sp.symbols("w1_:6")), sp.Matrix(3, 2, sp.symbols("w2_:6"))
-slopes, X, g = sp.Matrix(sp.symbols("phi1:3")), sp.Matrix(sp.symbols("x1:4")), sp.symbols("gamma1:4")
-S_inv = sp.Symbol("r", positive=True)  # 1/s
-G = W1 * sp.diag(*g)
-norm_matrix = S_inv * (sp.eye(3) - sp.ones(3, 3) / 3 - X * X.T / 3)
+slopes, X, norm_gain = sp.Matrix(sp.symbols("phi1:3")), sp.Matrix(sp.symbols("x1:4")), sp.symbols("gamma1:4")
+inv_s = sp.Symbol("r", positive=True)  # 1/s
+G = W1 * sp.diag(*norm_gain)
+norm_matrix = inv_s * (sp.eye(3) - sp.ones(3, 3) / 3 - X * X.T / 3)
 by_chain_rule = W2 * sp.diag(*slopes) * G * norm_matrix
 
 
 # %%
 def claimed(i, centre):
     direct = sum(slopes[f] * W2[i, f] * (G[f, i] - centre * sum(G[f, :]) / 3) for f in range(2))
-    return S_inv * (direct - X[i] / 3 * sum(W2[i, f] * slopes[f] * (G * X)[f] for f in range(2)))
+    return inv_s * (direct - X[i] / 3 * sum(W2[i, f] * slopes[f] * (G * X)[f] for f in range(2)))
 
 
 # %%
 [prove(by_chain_rule[i, i] - claimed(i, centre=1)) for i in range(3)]
 
 # %%
-rms_matrix = S_inv * (sp.eye(3) - X * X.T / 3)
+rms_matrix = inv_s * (sp.eye(3) - X * X.T / 3)
 [prove((W2 * sp.diag(*slopes) * G * rms_matrix)[i, i] - claimed(i, centre=0)) for i in range(3)]
 
 # %% [markdown]
@@ -642,39 +642,39 @@ torch.testing.assert_close(gains(0.0), 1 / (steps + 2.0))
 # %% [markdown]
 # ## The fixed point
 #
-# With $\gamma = (1+J)^2$ the cycle is the map
+# With $\rho = (1+J)^2$ the cycle is the map
 #
-# $$F(\lambda) = \left(\frac{\gamma}{\lambda + \lambda_{\text{obs}}} + Q\right)^{-1}. \tag{13.7}$$
+# $$F(\lambda) = \left(\frac{\rho}{\lambda + \lambda_{\text{obs}}} + Q\right)^{-1}. \tag{13.7}$$
 #
 # **Claim.** For $Q > 0$ it has exactly one positive fixed point,
 #
-# $$\lambda^\star = \frac{-b + \sqrt{b^2 + 4 Q \lambda_{\text{obs}}}}{2Q}, \qquad b = \gamma + Q\lambda_{\text{obs}} - 1, \tag{13.8}$$
+# $$\lambda^\star = \frac{-c + \sqrt{c^2 + 4 Q \lambda_{\text{obs}}}}{2Q}, \qquad c = \rho + Q\lambda_{\text{obs}} - 1, \tag{13.8}$$
 #
 # and every start converges to it. This is a scalar Riccati equation, the steady state of the Kalman filter [@anderson1979].
 
 # %%
-growth = sp.Symbol("gamma", positive=True)
+growth = sp.Symbol("rho", positive=True)
 cycle = 1 / (growth / (lam + lam_obs) + q)
-b = growth + q * lam_obs - 1
-quadratic = q * lam**2 + b * lam - lam_obs
+c = growth + q * lam_obs - 1
+quadratic = q * lam**2 + c * lam - lam_obs
 prove(sp.fraction(sp.together(cycle - lam))[0] + quadratic)
 
 # %% [markdown]
-# Fixed points are the roots of $Q\lambda^2 + b\lambda - \lambda_{\text{obs}}$. Their product, the last coefficient over the first, is negative, so one root is positive and one is negative: **unique**. The positive one is
+# Fixed points are the roots of $Q\lambda^2 + c\lambda - \lambda_{\text{obs}}$. Their product, the last coefficient over the first, is negative, so one root is positive and one is negative: **unique**. The positive one is
 
 # %%
-lam_star = (-b + sp.sqrt(b**2 + 4 * q * lam_obs)) / (2 * q)
-lam_minus = (-b - sp.sqrt(b**2 + 4 * q * lam_obs)) / (2 * q)
+lam_star = (-c + sp.sqrt(c**2 + 4 * q * lam_obs)) / (2 * q)
+lam_minus = (-c - sp.sqrt(c**2 + 4 * q * lam_obs)) / (2 * q)
 prove(quadratic.subs(lam, lam_star)), prove(lam_star * lam_minus + lam_obs / q)
 
 # %% [markdown]
-# **Stable.** The slope of the map is $F'(\lambda) = \gamma F^2/(\lambda + \lambda_{\text{obs}})^2$:
+# **Stable.** The slope of the map is $F'(\lambda) = \rho F^2/(\lambda + \lambda_{\text{obs}})^2$:
 
 # %%
 prove(sp.diff(cycle, lam) - growth * cycle**2 / (lam + lam_obs) ** 2)
 
 # %% [markdown]
-# At the fixed point $F = \lambda$, so $\gamma = (1/\lambda - Q)(\lambda + \lambda_{\text{obs}})$, and the slope becomes a product of two numbers in $(0, 1)$: the distance from the bound $1/Q$, and the share of the prior, $1 - K^\star$.
+# At the fixed point $F = \lambda$, so $\rho = (1/\lambda - Q)(\lambda + \lambda_{\text{obs}})$, and the slope becomes a product of two numbers in $(0, 1)$: the distance from the bound $1/Q$, and the share of the prior, $1 - K^\star$.
 #
 # $$F'(\lambda^\star) = (1 - Q\lambda^\star)\,(1 - K^\star) < 1 \tag{13.9}$$
 
@@ -690,7 +690,7 @@ curvature = -2 * growth * q / (growth + q * (lam + lam_obs)) ** 3
 prove(sp.diff(cycle, lam, 2) - curvature)
 
 # %% [markdown]
-# For $Q = 0$ the quadratic becomes linear: $\lambda^\star = \lambda_{\text{obs}}/(\gamma - 1)$ if the dynamics stretch, and no finite fixed point, i.e. freezing, if they do not:
+# For $Q = 0$ the quadratic becomes linear: $\lambda^\star = \lambda_{\text{obs}}/(\rho - 1)$ if the dynamics stretch, and no finite fixed point, i.e. freezing, if they do not:
 
 # %%
 sp.solve(quadratic.subs(q, 0), lam)
@@ -706,17 +706,17 @@ def fixed_point(
     "The one positive fixed point (13.8) of observe, update, predict with constant inputs: a scalar Riccati equation [@anderson1979]."
     lam_obs, q = at_least_float32(lam_obs), at_least_float32(q)
     growth = (1 + at_least_float32(jac)).square().clamp(min=MIN_GROWTH)
-    b = growth + q * lam_obs - 1
-    root = torch.sqrt(b.square() + 4 * q * lam_obs)
-    shrinking = b < 0  # each branch of the root is used where it does not cancel
-    large = (root - b) / (2 * torch.where(shrinking, q, 1.0))
-    return torch.where(shrinking, large, 2 * lam_obs / torch.where(shrinking, 1.0, b + root))
+    c = growth + q * lam_obs - 1
+    root = torch.sqrt(c.square() + 4 * q * lam_obs)
+    shrinking = c < 0  # each branch of the root is used where it does not cancel
+    large = (root - c) / (2 * torch.where(shrinking, q, 1.0))
+    return torch.where(shrinking, large, 2 * lam_obs / torch.where(shrinking, 1.0, c + root))
 
 # %% [markdown]
 # The two forms of the root in the code are the same number; each is used where it does not subtract nearly equal numbers.
 
 # %%
-prove(lam_star - 2 * lam_obs / (b + sp.sqrt(b**2 + 4 * q * lam_obs)))
+prove(lam_star - 2 * lam_obs / (c + sp.sqrt(c**2 + 4 * q * lam_obs)))
 
 # %%
 assert_same(lam_star.subs(growth, (1 + J) ** 2), (lam_obs, J, q), fixed_point)

@@ -304,7 +304,7 @@ prove((1 - 2 * count * count**-3 / (1 / count) + 1 / count) - (1 - 1 / count))
 prove(sum((x * y) ** 2 / y for x, y in zip(a_sym, lam_bar_sym, strict=True)) - sum(x**2 * y for x, y in zip(a_sym, lam_bar_sym, strict=True)))
 
 # %% [markdown]
-# Chapter 11 ends on $\operatorname{Var}(e) = \kappa\,(\nu_0 \kappa s_0^2 + S)/(\nu_0\kappa + 1 - \kappa)$. There, the data give $\kappa S$ for the variance of $e$ and the prior claims $\kappa s_0^2$. Here they give $V$ and $V_0$, and the same formula reads **[D]**
+# Chapter 11 arrives at $\operatorname{Var}(e) = \kappa\,(\nu_0 \kappa s_0^2 + S)/(\nu_0\kappa + 1 - \kappa)$, its (11.9). There, the data give $\kappa S$ for the variance of $e$ and the prior claims $\kappa s_0^2$. Here they give $V$ and $V_0$, and the same formula reads **[D]**
 #
 # $$\frac{1}{\lambda_{\text{obs}}} = \frac{\nu_0\,\kappa\,V_0 + V}{\nu_0\,\kappa + 1 - \kappa}, \qquad \nu_0 = 1:\quad \frac{1}{\lambda_{\text{obs}}} = V + \kappa V_0 \tag{14.5}$$
 
