@@ -1,0 +1,69 @@
+"""What `bft_nb.training.fit` adds to `transformers.Trainer`; a module of its own, because importing `transformers` takes seconds."""
+
+import time
+from typing import Any
+
+from torch.utils.data import DataLoader
+from tqdm.auto import tqdm
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from bft_nb.ranking import Ranking
+from bft_nb.training import LengthBatches, evaluate
+
+
+class OneDevice(TrainingArguments):
+    "A single process uses a single device (several GPUs mean several processes)."
+
+    @property
+    def n_gpu(self) -> int:
+        return min(1, super().n_gpu)
+
+
+def as_is(batch: Any) -> Any:
+    "The collate function of batches that come collated."
+    return batch
+
+
+class RankingTrainer(Trainer):
+    "Length-bucketed batches in, ranking metrics out."
+
+    def __init__(self, *args, batches: LengthBatches, valid: Any, eval_batch_size: int, filter_seen: bool, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.batches, self.valid = batches, valid
+        self.eval_batch_size, self.filter_seen, self.started = eval_batch_size, filter_seen, time.perf_counter()
+
+    def get_train_dataloader(self) -> DataLoader:
+        return self.accelerator.prepare(DataLoader(self.train_dataset, batch_sampler=self.batches, collate_fn=as_is))
+
+    def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval") -> dict[str, float]:
+        "Rank the validation targets; the seconds are those since the last validation, so they cover a whole epoch."
+        metric = Ranking(k=(10,), filter_seen=self.filter_seen)
+        metric.update(evaluate(self.model, self.valid, filter_seen=self.filter_seen, batch_size=self.eval_batch_size))
+        values = metric.compute()
+        now = time.perf_counter()
+        metrics = {f"{metric_key_prefix}_{name}": float(values[name]) for name in ("hr@10", "ndcg@10")}
+        metrics[f"{metric_key_prefix}_seconds"], self.started = now - self.started, now
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+
+class Progress(TrainerCallback):
+    "A bar with the last loss and validation metric."
+
+    def __init__(self, total: int):
+        self.total, self.shown = total, {}
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.bar = tqdm(total=self.total, initial=state.global_step, unit="step")
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.bar.update(state.global_step - self.bar.n)
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        names = {"loss": "loss", "eval_ndcg@10": "valid ndcg@10"}
+        self.shown |= {names[k]: f"{v:.4f}" for k, v in (logs or {}).items() if k in names}
+        self.bar.set_postfix(self.shown)
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self.bar.close()

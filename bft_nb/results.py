@@ -1,0 +1,165 @@
+"""Result rows in long format, appended atomically, and the ranks behind them.
+
+A row says one number of one run. Rows live in CSV files (`data/results/*.csv`) with exactly the columns of `COLUMNS`;
+per-user ranks live beside them (`data/results/ranks/*.npz`), so that two runs can be compared user by user.
+"""
+
+import csv
+import hashlib
+import json
+import math
+import os
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from filelock import FileLock
+
+COLUMNS = ("exp", "dataset", "model", "params", "seed", "split", "metric", "value", "n", "seconds", "device", "commit", "utc")
+KEY = ("exp", "dataset", "model", "params", "seed")
+TEXT = ("exp", "dataset", "model", "split", "metric", "device", "commit")
+RANK_CAP = 255  # ranks are stored in a byte; beyond this place no metric here looks
+
+
+def canonical(params: Mapping[str, Any] | str) -> str:
+    "Parameters as JSON with sorted keys, so that equal parameters are equal text; `ValueError` unless a JSON object."
+    try:
+        value = json.loads(params) if isinstance(params, str) else dict(params)
+        text = json.dumps(value, sort_keys=True, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"params must be a JSON object, got {params!r}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"params must be a JSON object, got {params!r}")
+    return text
+
+
+def run_key(row: Mapping[str, Any]) -> str:
+    "Hash of exp, dataset, model, params and seed: what a run is, whatever it measured."
+    parts = [canonical(row["params"]) if name == "params" else str(row[name]) for name in KEY]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def utc_now() -> str:
+    "The time as a row holds it: UTC, to the second."
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def _number(name: str, value: Any, kind: type, low: float = -math.inf) -> int | float:
+    try:
+        number = kind(value)
+        exact = kind is float or float(value) == number
+    except (TypeError, ValueError, OverflowError):
+        exact, number = False, math.nan
+    if isinstance(value, bool) or not exact or not math.isfinite(number) or number < low:
+        bound = "" if low == -math.inf else f" and at least {low:g}"
+        raise ValueError(f"{name} must be a finite {kind.__name__}{bound}, got {value!r}")
+    return number
+
+
+def check_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    "The row with its types made right; `ValueError` naming the column that is missing, unknown or wrong."
+    if set(row) != set(COLUMNS):
+        missing, unknown = sorted(set(COLUMNS) - set(row)), sorted(set(row) - set(COLUMNS))
+        raise ValueError(f"a row must have exactly the columns {', '.join(COLUMNS)}; missing: {missing}, unknown: {unknown}")
+    for name in TEXT:
+        if not isinstance(row[name], str) or not row[name].strip():
+            raise ValueError(f"{name} must be text, got {row[name]!r}")
+    try:
+        datetime.strptime(str(row["utc"]), "%Y-%m-%dT%H:%M:%SZ")
+    except ValueError as error:
+        raise ValueError(f"utc must look like 2026-11-30T12:00:00Z, got {row['utc']!r}") from error
+    numbers = {
+        "seed": _number("seed", row["seed"], int),
+        "value": _number("value", row["value"], float),
+        "n": _number("n", row["n"], int, 0),
+        "seconds": _number("seconds", row["seconds"], float, 0),
+    }
+    made = {**row, **numbers, "params": canonical(row["params"])}
+    return {name: made[name] for name in COLUMNS}
+
+
+def make_rows(metrics: Mapping[str, float], **common: Any) -> list[dict[str, Any]]:
+    "One row per metric; `common` holds the other columns (utc: now, unless given)."
+    common = {"utc": utc_now(), **common}
+    return [check_row({**common, "metric": name, "value": float(value)}) for name, value in metrics.items()]
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    "A temporary file beside `path` that takes its place when all has gone well, and vanishes when not."
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=path.suffix, dir=path.parent)
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        yield temporary
+        temporary.chmod(0o644)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def append_rows(path: str | Path, rows: Iterable[Mapping[str, Any]]) -> int:
+    "Append checked rows to a CSV file, all or none, whoever else is appending; returns how many."
+    path, new = Path(path), [check_row(row) for row in rows]
+    if not new:
+        return 0
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(path.with_name(f".{path.name}.lock")):
+        old = read_rows(path) if path.exists() else []
+        with _replacing(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(old + new)
+    return len(new)
+
+
+def read_rows(paths: str | Path | Iterable[str | Path]) -> list[dict[str, Any]]:
+    "All rows of one or several CSV files, checked; `ValueError` naming file and line for a bad one."
+    paths = [paths] if isinstance(paths, str | Path) else list(paths)
+    rows = []
+    for path in map(Path, paths):
+        with path.open(newline="", encoding="utf-8") as file:
+            reader = csv.DictReader(file)
+            if tuple(reader.fieldnames or ()) != COLUMNS:
+                raise ValueError(f"{path}: columns must be {', '.join(COLUMNS)}, got {reader.fieldnames}")
+            for row in reader:
+                try:
+                    rows.append(check_row(row))
+                except ValueError as error:
+                    raise ValueError(f"{path}, line {reader.line_num}: {error}") from error
+    return rows
+
+
+def has_rows(path: str | Path, run: Mapping[str, Any], metrics: Iterable[str] = (), split: str | None = None) -> bool:
+    "Does the file hold this run (exp, dataset, model, params, seed), with all of these metrics?"
+    if not Path(path).exists():
+        return False
+    key = run_key(run)
+    found = {row["metric"] for row in read_rows(path) if run_key(row) == key and split in (None, row["split"])}
+    return bool(found) and set(metrics) <= found
+
+
+def ranks_path(folder: str | Path, run: Mapping[str, Any], split: str = "test") -> Path:
+    "Where the ranks of a run are stored."
+    return Path(folder) / f"{run['exp']}-{run['dataset']}-{run['model']}-{run_key(run)}-{split}.npz"
+
+
+def save_ranks(path: str | Path, ranks: Any) -> Path:
+    "Ranks per user, cut at 255, as a compressed byte array; `ValueError` unless positive integers in one row."
+    values = np.asarray(ranks)
+    if values.ndim != 1 or not np.issubdtype(values.dtype, np.integer) or (values < 1).any():
+        raise ValueError(f"ranks must be positive integers in one row, got {values.dtype} of shape {values.shape}")
+    with _replacing(Path(path)) as temporary:
+        np.savez_compressed(temporary, ranks=np.minimum(values, RANK_CAP).astype(np.uint8))
+    return Path(path)
+
+
+def load_ranks(path: str | Path) -> np.ndarray:
+    "Ranks per user as int64; 255 means 255 or worse."
+    with np.load(path, allow_pickle=False) as stored:
+        return stored["ranks"].astype(np.int64)

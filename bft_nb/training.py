@@ -1,0 +1,399 @@
+"""Losses, length-bucketed batches, training and evaluation of the recommendation backbones.
+
+Training runs on `transformers.Trainer` through its documented hooks only (`compute_loss_func`, `optimizers`,
+callbacks, and the methods it names for overriding: `get_train_dataloader`, `evaluate`).
+"""
+
+import hashlib
+import json
+import math
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from bft_nb.ranking import ranks
+
+IGNORE = -100  # label of a position without a target (padding); what `transformers` counts as "no label"
+
+
+# ---- losses ----------------------------------------------------------------------------------------------------
+
+
+def cross_entropy(
+    hidden: Float[Tensor, "n d"],  # states
+    targets: Int[Tensor, " n"],  # next items, 1..n_items
+    weights: Float[Tensor, "v d"],  # output embedding, row 0 padding
+) -> Float[Tensor, " n"]:  # [nat]
+    "Full softmax cross-entropy over the catalogue; padding is no class."
+    logits = hidden.float() @ weights[1:].float().T
+    return F.cross_entropy(logits, targets.long() - 1, reduction="none")
+
+
+def sampled_softmax(
+    hidden: Float[Tensor, "n d"],  # states
+    targets: Int[Tensor, " n"],  # next items, 1..n_items
+    weights: Float[Tensor, "v d"],  # output embedding, row 0 padding
+    negatives: Int[Tensor, " s"],  # drawn uniformly from 1..n_items with replacement, shared by all rows
+) -> Float[Tensor, " n"]:  # [nat]
+    """Sampled softmax [@jean2015sampled], an estimate of `cross_entropy` at the cost of s instead of v scores.
+
+    A negative that is the row's own target is masked. The s' that remain stand for all v − 1 other items, so each
+    gets the logit correction log((v − 1)/s') and the sum of their exponentials is an unbiased estimate of the
+    softmax's denominator without its target term.
+    """
+    hidden, weights = hidden.float(), weights.float()
+    positive = (hidden * weights[targets]).sum(-1)
+    own = targets[:, None] == negatives
+    logits = (hidden @ weights[negatives].T).masked_fill_(own, -1e9)
+    correction = torch.log((len(weights) - 2) / (len(negatives) - own.sum(1)).clamp(min=1))
+    return F.softplus(logits.logsumexp(1) + correction - positive)
+
+
+def draw_negatives(n_items: int, n: int, device: torch.device | str = "cpu") -> Int[Tensor, " n"]:
+    "Uniform item ids with replacement, from torch's global generator (which checkpoints save and restore)."
+    return torch.randint(1, n_items + 1, (n,), device=device)
+
+
+class SequenceLoss:
+    "Mean loss over all positions that have a target; every target weighs the same whatever batch it falls into."
+
+    def __init__(self, model: nn.Module, negatives: int | None, targets_per_batch: float):
+        self.model, self.negatives, self.targets_per_batch = model, negatives, targets_per_batch
+
+    def __call__(self, hidden: Tensor, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+        real = labels != IGNORE
+        h, y, w = hidden[real], labels[real], self.model.item_weights()
+        if self.negatives is None:
+            losses = cross_entropy(h, y, w)
+        else:
+            losses = sampled_softmax(h, y, w, draw_negatives(len(w) - 1, self.negatives, h.device))
+        return losses.sum() / self.targets_per_batch
+
+
+# ---- batches ---------------------------------------------------------------------------------------------------
+
+
+def pad_rows(
+    offsets: Int[np.ndarray, " u1"],  # CSR offsets of the sequences
+    items: Int[np.ndarray, " n"],
+    rows: Int[np.ndarray, " b"],  # which sequences
+    max_length: int,  # the most recent this many are kept
+) -> Int[np.ndarray, "b t"]:  # 0 right of each sequence
+    "The most recent items of some sequences as one right-padded array."
+    stop = offsets[rows + 1]
+    length = np.minimum(stop - offsets[rows], max_length)
+    step = np.arange(max(int(length.max(initial=0)), 1))
+    index = np.minimum((stop - length)[:, None] + step, max(len(items) - 1, 0))
+    return np.where(step < length[:, None], items[index] if len(items) else 0, 0).astype(np.int64)
+
+
+class TrainingSequences(Dataset):
+    "Sequences of at least two items, fetched by batches: items without the last, labels without the first."
+
+    def __init__(self, sequences: Any, max_length: int):
+        self.offsets, self.items = np.asarray(sequences.offsets), np.asarray(sequences.items)
+        self.max_length = max_length
+        lengths = np.diff(self.offsets)
+        self.rows = np.flatnonzero(lengths > 1)
+        self.lengths = np.minimum(lengths[self.rows] - 1, max_length)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
+        return {name: value[0] for name, value in self.__getitems__([i]).items()}
+
+    def __getitems__(self, batch: list[int]) -> dict[str, Tensor]:
+        full = torch.from_numpy(pad_rows(self.offsets, self.items, self.rows[np.asarray(batch)], self.max_length + 1))
+        labels = full[:, 1:]
+        return {"items": full[:, :-1].where(labels != 0, 0), "labels": labels.where(labels != 0, IGNORE)}
+
+
+class LengthBatches:
+    """Batches of sequences of similar length, in an order given by seed and epoch alone.
+
+    Each epoch shuffles all sequences, sorts each pool of `pool` batches by length, cuts it into batches and shuffles those.
+    """
+
+    drop_last = False
+
+    def __init__(self, lengths: Int[np.ndarray, " n"], batch_size: int, seed: int = 0, pool: int = 50):
+        self.lengths, self.batch_size, self.seed, self.pool, self.epoch = np.asarray(lengths), batch_size, seed, pool, 0
+
+    def __len__(self) -> int:
+        return math.ceil(len(self.lengths) / self.batch_size)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[list[int]]:
+        rng = np.random.default_rng([self.seed, self.epoch])
+        order = rng.permutation(len(self.lengths))
+        width = self.pool * self.batch_size
+        pools = [order[i : i + width] for i in range(0, len(order), width)]
+        pools = [p[np.argsort(self.lengths[p], kind="stable")] for p in pools]
+        # within a pool the incomplete batch is the last one, so the number of batches never depends on the order
+        batches = [p[i : i + self.batch_size] for p in pools for i in range(0, len(p), self.batch_size)]
+        for b in rng.permutation(len(batches)):
+            yield batches[b].tolist()
+
+
+# ---- evaluation ------------------------------------------------------------------------------------------------
+
+
+def resolve_device(device: str) -> torch.device:
+    'The device meant by "auto", "cpu", "cuda" or "mps"; `ValueError` if unknown or not on this machine.'
+    available = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if device == "auto":
+        return torch.device(next(d for d in ("cuda", "mps", "cpu") if available[d]))
+    if device not in available:
+        raise ValueError(f'device must be "auto", "cpu", "cuda" or "mps", got {device!r}')
+    if not available[device]:
+        raise ValueError(f"device {device!r} is not available on this machine")
+    return torch.device(device)
+
+
+def history_rows(histories: Any, rows: Int[np.ndarray, " b"], max_length: int | None = None) -> Int[Tensor, "b t"]:
+    "Histories as a right-padded tensor; all of each, or its most recent `max_length` items."
+    offsets, items = np.asarray(histories.offsets), np.asarray(histories.items)
+    limit = max_length or max(int(np.diff(offsets).max(initial=1)), 1)
+    return torch.from_numpy(pad_rows(offsets, items, rows, limit))
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module,
+    examples: Any,  # `Examples`: histories and targets
+    *,
+    filter_seen: bool = True,  # are items of the history out of competition?
+    batch_size: int = 128,  # users scored at a time
+    device: str | torch.device | None = None,  # None: where the model is
+) -> Int[Tensor, " m"]:  # on the CPU, in the order of the examples
+    """Rank of each target in the full catalogue.
+
+    Users are scored in chunks of similar length; no users × items matrix is kept. Histories are cut to the model's
+    `max_length`, seen items are those of the whole history.
+    """
+    if device is not None:
+        model.to(resolve_device(device) if isinstance(device, str) else device)
+    place = next(model.parameters()).device
+    targets = torch.as_tensor(np.asarray(examples.targets)).long()
+    order = np.argsort(np.diff(np.asarray(examples.histories.offsets)), kind="stable")
+    found = torch.empty(len(targets), dtype=torch.int64)
+    training = model.training
+    model.eval()
+    for start in range(0, len(order), batch_size):
+        rows = order[start : start + batch_size]
+        seen = history_rows(examples.histories, rows)
+        scores = model.scores(model.last(seen_to_input(seen, model.max_length).to(place))).float()
+        found[rows] = ranks(scores, targets[rows].to(place), seen.to(place) if filter_seen else None).cpu()
+    model.train(training)
+    return found
+
+
+def seen_to_input(seen: Int[Tensor, "b s"], max_length: int) -> Int[Tensor, "b t"]:
+    "The most recent `max_length` items of right-padded histories."
+    if seen.shape[1] <= max_length:
+        return seen
+    length = (seen != 0).sum(1, keepdim=True)
+    index = (length - max_length).clamp(min=0) + torch.arange(max_length)
+    return seen.gather(1, index)
+
+
+# ---- training --------------------------------------------------------------------------------------------------
+
+
+class FitResult(NamedTuple):
+    "What training did; the model itself carries the weights of the best epoch."
+
+    history: list[dict[str, float]]  # per epoch: epoch, loss, ndcg@10, hr@10 on validation, seconds
+    best_epoch: int  # by ndcg@10 on validation
+    seconds: float  # wall clock of all epochs with their validation, resumed parts included
+
+
+def parameter_groups(model: nn.Module, lr: float, precision_lr: float | None, weight_decay: float) -> list[dict[str, Any]]:
+    "Two groups: precision parameters with a learning rate of their own and no weight decay, and the rest."
+    special: list[nn.Parameter] = []
+    if getattr(model, "bft", False):
+        from bft_nb.encoder import precision_parameters
+
+        special = list(precision_parameters(model))
+    ids = {id(p) for p in special}
+    rest = [p for p in model.parameters() if p.requires_grad and id(p) not in ids]
+    groups = [{"params": rest, "lr": lr, "weight_decay": weight_decay}]
+    if special:
+        groups.append({"params": special, "lr": lr if precision_lr is None else precision_lr, "weight_decay": 0.0})
+    return groups
+
+
+def last_checkpoint(out_dir: Path) -> str | None:
+    "Newest complete checkpoint; half-written ones (killed while saving) are removed."
+    complete = []
+    for path in out_dir.glob("checkpoint-*"):
+        # `Trainer` writes the state last, so a checkpoint that has a readable one is whole
+        try:
+            json.loads((path / "trainer_state.json").read_text())
+            complete.append(path)
+        except (OSError, json.JSONDecodeError):
+            shutil.rmtree(path)
+    return str(max(complete, key=lambda p: int(p.name.split("-")[1]))) if complete else None
+
+
+def _settings_hash(model: nn.Module, split: Any, settings: dict[str, Any]) -> str:
+    "Identifies a run: what is trained (class, shapes, first weights are the seed's), on what and how."
+    shapes = {name: list(p.shape) for name, p in model.state_dict().items()}
+    known = {"model": type(model).__name__, "shapes": shapes, "split": str(getattr(split, "hash", ""))}
+    text = json.dumps(settings | known | {"config": getattr(model, "_hub_mixin_config", None)}, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _check_out_dir(out_dir: Path, key: str) -> None:
+    "Raise `ValueError` if the folder holds a run with other settings."
+    out_dir.mkdir(parents=True, exist_ok=True)
+    mark = out_dir / "settings.hash"
+    if mark.exists() and mark.read_text() != key:
+        raise ValueError(f"{out_dir} holds a run with other settings or data: give another out_dir or remove it")
+    mark.write_text(key)
+
+
+def _history(log: list[dict[str, float]]) -> list[dict[str, float]]:
+    "One row per epoch from the trainer's log."
+    rows: dict[int, dict[str, float]] = {}
+    for entry in log:
+        row = rows.setdefault(round(entry["epoch"]), {"epoch": round(entry["epoch"])})
+        row.update({k.removeprefix("eval_"): v for k, v in entry.items() if k == "loss" or k.startswith("eval_")})
+    return [row for row in rows.values() if "ndcg@10" in row]
+
+
+def _check_fit(epochs: int, batch_size: int, lr: float, negatives: int | None, patience: int, dtype: str) -> None:
+    "Raise `ValueError` naming the argument that can't be."
+    for name, value in {"epochs": epochs, "batch_size": batch_size, "patience": patience, "negatives": 1 if negatives is None else negatives}.items():
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    if not lr > 0:
+        raise ValueError(f"lr must be positive, got {lr}")
+    if dtype not in ("float32", "bfloat16"):
+        raise ValueError(f'dtype must be "float32" or "bfloat16", got {dtype!r}')
+
+
+def fit(
+    model: nn.Module,  # trained in place; holds the weights of the best epoch afterwards
+    split: Any,  # `Split`: train sequences and validation examples are used, test is never looked at
+    *,
+    seed: int = 0,  # order of batches, dropout and negatives (the model was initialised before)
+    epochs: int = 100,  # at most
+    batch_size: int = 128,  # sequences
+    lr: float = 1e-3,
+    precision_lr: float | None = None,  # of the precision parameters; None: `lr`
+    weight_decay: float = 0.0,  # of all other parameters
+    negatives: int | None = 512,  # of the sampled softmax, per batch; None: full cross-entropy
+    patience: int = 5,  # epochs without a better ndcg@10 on validation before stopping
+    device: str = "auto",  # "auto", "cpu", "cuda", "mps"
+    dtype: str = "float32",  # "float32" or "bfloat16" (autocast; precision and losses stay float32)
+    out_dir: str | Path | None = None,  # checkpoints; a second call with the same settings resumes. None: none are kept
+    progress: bool = False,  # bar with loss and validation metric
+    filter_seen: bool = True,  # in validation
+    eval_batch_size: int = 128,
+) -> FitResult:
+    """Train on all positions of the training sequences, stop early, restore the best epoch.
+
+    Deterministic by `seed` on a CPU, and a killed run that is called again ends bit for bit where an uninterrupted one does
+    (checkpoints are written per epoch). Raises `ValueError` for impossible arguments and for an `out_dir` of another run,
+    `FloatingPointError` if the loss becomes NaN or infinite.
+    """
+    _check_fit(epochs, batch_size, lr, negatives, patience, dtype)
+    place = resolve_device(device)
+    settings = dict(
+        seed=seed, epochs=epochs, batch_size=batch_size, lr=lr, precision_lr=precision_lr, weight_decay=weight_decay,
+        negatives=negatives, patience=patience, dtype=dtype, filter_seen=filter_seen,
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(out_dir or scratch).absolute()
+        _check_out_dir(folder, _settings_hash(model, split, settings))
+        trainer = _trainer(model, split, folder, place, settings, eval_batch_size, progress)
+        checkpoint = last_checkpoint(folder)
+        if not (checkpoint and _finished(Path(checkpoint), epochs, patience)):
+            trainer.train(resume_from_checkpoint=checkpoint)
+            state = trainer.state
+        else:
+            state = _restore_best(Path(checkpoint), model)
+        if out_dir is not None and hasattr(model, "save_pretrained"):
+            model.save_pretrained(folder / "model")
+    return _result(state.log_history)
+
+
+def _trainer(model, split, folder: Path, place: torch.device, settings: dict[str, Any], eval_batch_size: int, progress: bool):
+    "A trainer ready to run."
+    # importing transformers takes seconds, and only training needs it
+    from transformers import EarlyStoppingCallback, PrinterCallback, set_seed
+
+    from bft_nb._trainer import OneDevice, Progress, RankingTrainer
+
+    data = TrainingSequences(split.train, model.max_length)
+    batches = LengthBatches(data.lengths, settings["batch_size"], settings["seed"])
+    groups = parameter_groups(model.to(place), settings["lr"], settings["precision_lr"], settings["weight_decay"])
+    loss = SequenceLoss(model, settings["negatives"], float(data.lengths.sum()) / len(batches))
+    callbacks = [EarlyStoppingCallback(settings["patience"])]
+    if progress:
+        callbacks.append(Progress(len(batches) * settings["epochs"]))
+    set_seed(settings["seed"])
+    trainer = RankingTrainer(
+        model, _arguments(OneDevice, folder, place, settings), train_dataset=data, eval_dataset=[0], compute_loss_func=loss,
+        optimizers=(torch.optim.AdamW(groups, fused=True), None), callbacks=callbacks,
+        batches=batches, valid=split.valid, eval_batch_size=eval_batch_size, filter_seen=settings["filter_seen"],
+    )  # fmt: skip
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def _arguments(arguments: type, folder: Path, place: torch.device, settings: dict[str, Any]):
+    "What `transformers` is asked to do once an epoch: log, validate, save."
+    return arguments(
+        output_dir=str(folder), num_train_epochs=settings["epochs"], per_device_train_batch_size=settings["batch_size"],
+        seed=settings["seed"], lr_scheduler_type="constant", use_cpu=place.type == "cpu", bf16=settings["dtype"] == "bfloat16",
+        eval_strategy="epoch", save_strategy="epoch", logging_strategy="epoch", logging_nan_inf_filter=False,
+        metric_for_best_model="ndcg@10", greater_is_better=True, load_best_model_at_end=True, save_total_limit=2,
+        restore_callback_states_from_checkpoint=True, remove_unused_columns=False, dataloader_pin_memory=False,
+        disable_tqdm=True, report_to="none", label_names=["labels"],
+    )  # fmt: skip
+
+
+def _state(checkpoint: Path):
+    from transformers import TrainerState
+
+    return TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
+
+
+def _finished(checkpoint: Path, epochs: int, patience: int) -> bool:
+    "Does this checkpoint end a run, by its number of epochs or by patience?"
+    rows = _history(_state(checkpoint).log_history)
+    last = rows[-1]["epoch"]
+    return last >= epochs or last - _best(rows) >= patience
+
+
+def _restore_best(checkpoint: Path, model: nn.Module):
+    "Load the weights of the best epoch of a finished run; return its state."
+    from safetensors.torch import load_model
+
+    state = _state(checkpoint)
+    load_model(model, checkpoint.parent / Path(state.best_model_checkpoint).name / "model.safetensors")
+    return state
+
+
+def _best(rows: list[dict[str, float]]) -> int:
+    "First epoch with the largest ndcg@10 on validation."
+    return int(max(rows, key=lambda row: (row["ndcg@10"], -row["epoch"]))["epoch"])
+
+
+def _result(log: list[dict[str, float]]) -> FitResult:
+    rows = _history(log)
+    return FitResult(rows, _best(rows), sum(row["seconds"] for row in rows))

@@ -1,0 +1,321 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: python3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Sequential backbones
+#
+# > A history of items goes in, a state per position comes out, and the next item is the one whose embedding points the same way.
+
+# %%
+#| default_exp backbones
+
+# %% [markdown]
+# **So far** we have interactions, split into a past to learn from and a future to predict. **Now** we need a model that reads a past.
+# **Why** this one: SASRec [@kang2018sasrec] is the transformer reduced to what recommendation needs, and it is the reference that every published comparison starts from.
+# The ordinary model and the filtering one differ in the class of their layers and in nothing else, so that a difference in their results has one cause.
+
+# %%
+#| hide
+import warnings
+
+# %%
+#| hide
+# the progress bars of the libraries below miss the notebook widgets, which this book does not use
+warnings.filterwarnings("ignore", message="IProgress not found")
+
+# %%
+#| exports
+import torch
+from huggingface_hub import PyTorchModelHubMixin
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+# %% [markdown]
+# ## The smallest case
+#
+# A catalogue of six items, and two users. Ida watched items 2, 5 and 1; Bo watched item 4. Items are numbered from 1: 0 is *padding*, the filler that makes rows of different length one tensor.
+
+# %%
+histories = torch.tensor([[2, 5, 1], [4, 0, 0]])
+(histories != 0).sum(1)
+
+
+# %% [markdown]
+# The filler carries no information, so it must have no influence: not its amount, not its side. Everything in this chapter that looks like bookkeeping serves that one requirement.
+#
+# ## One side for the padding
+#
+# Some libraries fill on the left, others on the right. A stable sort on "is this padding?" moves the real items to the front and keeps their order:
+
+# %%
+#| exports
+def align_left(
+    items: Int[Tensor, "b t"],  # item ids, 0 is padding anywhere
+) -> tuple[Int[Tensor, "b t"], Int[Tensor, "b t"]]:  # real items first; where each came from
+    "Move each row's real items to the front, in order, and say where they were."
+    order = (items == 0).to(torch.int8).argsort(dim=1, stable=True)
+    return items.gather(1, order), order
+
+
+# %%
+align_left(torch.tensor([[0, 0, 4], [2, 5, 1]]))[0]
+
+# %% [markdown]
+# With real items in front and a causal mask, no real position can see a padded one: a separate padding mask is not needed, and no row of attention is ever empty.
+#
+# ## A causal encoder
+#
+# Position $t$ may look at positions $j \le t$ [@kang2018sasrec]:
+#
+# $$M_{tj} = \begin{cases} 0 & j \le t \\ -\infty & j > t \end{cases} \tag{31.1}$$
+
+# %%
+nn.Transformer.generate_square_subsequent_mask(3)
+
+
+# %% [markdown]
+# The layers are torch's own, pre-norm ($h + \text{block}(\text{norm}(h))$), with a final norm [@xiong2020prenorm]:
+
+
+# %%
+#| exports
+def plain_encoder(
+    d: int,  # width
+    n_layers: int,
+    n_heads: int,
+    d_ff: int,  # width of the feed-forward network
+    dropout: float,
+) -> nn.TransformerEncoder:  # pre-norm, GELU, batch first, final norm
+    "The ordinary encoder, from torch's own classes."
+    layer = nn.TransformerEncoderLayer(d, n_heads, d_ff, dropout, "gelu", batch_first=True, norm_first=True)
+    return nn.TransformerEncoder(layer, n_layers, nn.LayerNorm(d), enable_nested_tensor=False)
+
+
+# %%
+sum(p.numel() for p in plain_encoder(64, 2, 2, 64, 0.0).parameters())
+
+
+# %% [markdown]
+# ## SASRec
+#
+# Item embedding plus learned position, dropout, encoder. The score of item $i$ after position $t$ is the inner product with the item's own embedding [@kang2018sasrec]:
+#
+# $$r_{ti} = h_t^\top m_i \tag{31.2}$$
+#
+# Initialisation [D]: embeddings and positions $\mathcal N(0, 0.02^2)$, the padding row zero, the layers as torch makes them. Positions count from the first item of the (cut) history.
+
+# %%
+#| exports
+def check_sizes(n_items: int, max_length: int, d: int, n_layers: int, n_heads: int, dropout: float) -> None:
+    "Raise `ValueError` for a model that can't be built, naming the argument."
+    sizes = {"n_items": n_items, "max_length": max_length, "d": d, "n_layers": n_layers, "n_heads": n_heads}
+    for name, value in sizes.items():
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    if d % n_heads:
+        raise ValueError(f"d must be divisible by n_heads, got d={d} and n_heads={n_heads}")
+    if not 0 <= dropout < 1:
+        raise ValueError(f"dropout must be in [0, 1), got {dropout}")
+
+
+# %%
+#| exports
+class SASRec(nn.Module, PyTorchModelHubMixin):
+    "Self-attentive sequential recommendation [@kang2018sasrec], plain or filtering."
+
+    def __init__(
+        self,
+        n_items: int,  # items are 1..n_items, 0 is padding
+        max_length: int = 50,  # longest history the positions cover
+        d: int = 64,  # width
+        n_layers: int = 2,
+        n_heads: int = 2,
+        d_ff: int | None = None,  # width of the feed-forward network; None: as wide as `d`
+        dropout: float = 0.3,  # on the embedding and inside the layers
+        bft: bool = False,  # filtering layers in place of torch's
+        precision: str = "item",  # initial precision: "item", "mlp" or "constant"; with `bft` only
+        **options,  # further arguments of `BFTEncoderLayer`; with `bft` only
+    ):
+        super().__init__()
+        check_sizes(n_items, max_length, d, n_layers, n_heads, dropout)
+        self.n_items, self.max_length = n_items, max_length
+        self.item_embedding = nn.Embedding(n_items + 1, d, padding_idx=0)
+        self.position_embedding = nn.Embedding(max_length, d)
+        self.dropout = nn.Dropout(dropout)
+        if bft or options:
+            raise NotImplementedError("bft=True needs bft_nb.encoder")
+        self.encoder = plain_encoder(d, n_layers, n_heads, d_ff or d, dropout)
+        self.reset_embeddings()
+
+    def reset_embeddings(self) -> None:
+        "Draw embeddings and positions from N(0, 0.02²), padding zero."
+        for embedding in (self.item_embedding, self.position_embedding):
+            nn.init.normal_(embedding.weight, std=0.02)
+        with torch.no_grad():
+            self.item_embedding.weight[0] = 0
+
+    def item_weights(self) -> Float[Tensor, "v d"]:
+        "The output embedding $m$, row 0 is padding."
+        return self.item_embedding.weight
+
+    def check_items(self, items: Int[Tensor, "b t"]) -> None:
+        "Raise `TypeError` or `ValueError` for ids or lengths this model does not know."
+        if items.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"items must be int64 or int32, got {items.dtype}")
+        if items.ndim != 2:
+            raise ValueError(f"items must have shape (batch, time), got {tuple(items.shape)}")
+        if items.shape[1] > self.max_length:
+            raise ValueError(f"a history of {items.shape[1]} items is longer than max_length={self.max_length}: keep the most recent ones")
+        wrong = (items < 0) | (items > self.n_items)
+        if bool(wrong.any()):
+            raise ValueError(f"items must be ids 0 (padding) or 1..{self.n_items}, got {int(items[wrong][0])}")
+
+    def encode(self, items: Int[Tensor, "b t"]) -> Float[Tensor, "b t d"]:
+        "States of left-aligned histories, before padding is blanked."
+        positions = torch.arange(items.shape[1], device=items.device)
+        x = self.dropout(self.item_embedding(items) + self.position_embedding(positions))
+        mask = nn.Transformer.generate_square_subsequent_mask(items.shape[1], device=x.device, dtype=x.dtype)
+        return self.encoder(x, mask=mask, is_causal=True)
+
+    def forward(
+        self,
+        items: Int[Tensor, "b t"],  # histories, 0 is padding on either side
+    ) -> Float[Tensor, "b t d"]:  # $h_t$; zero where items are padding
+        "State after each item of each history; `ValueError` if longer than `max_length`, `TypeError` for non-integers."
+        self.check_items(items)
+        pad = (items == 0).unsqueeze(-1)
+        if not bool((pad[:, :-1] & ~pad[:, 1:]).any()):
+            return self.encode(items).masked_fill(pad, 0)
+        aligned, order = align_left(items)
+        hidden = self.encode(aligned)
+        back = order.argsort(dim=1).unsqueeze(-1).expand_as(hidden)
+        return hidden.gather(1, back).masked_fill(pad, 0)
+
+    def last(self, items: Int[Tensor, "b t"]) -> Float[Tensor, "b d"]:
+        "State after the most recent item; zero for an empty history."
+        position = torch.arange(items.shape[1], device=items.device)
+        index = torch.where(items != 0, position, 0).amax(1)
+        return self(items)[torch.arange(len(items), device=items.device), index]
+
+    def scores(
+        self,
+        hidden: Float[Tensor, "... d"],  # states, from `forward` or `last`
+        items: Int[Tensor, "... v"] | None = None,  # only these items; None: the whole catalogue
+    ) -> Float[Tensor, "... v"]:  # $r$ (31.2); without `items`, column i is item i and column 0 is −inf
+        "Scores of items, equation (31.2)."
+        if items is not None:
+            return (self.item_weights()[items] @ hidden.unsqueeze(-1)).squeeze(-1)
+        scores = hidden @ self.item_weights().T
+        scores[..., 0] = -torch.inf
+        return scores
+
+
+# %% [markdown]
+# Six items, eight features. The first column is the padding, which no ranking may contain:
+
+# %%
+torch.manual_seed(0)
+model = SASRec(n_items=6, max_length=5, d=8).eval()
+model.scores(model.last(histories)).shape
+
+# %% [markdown]
+# Column 0 is $-\infty$. Restricting the scores to a list gives the same numbers:
+
+# %%
+state = model.last(histories).detach()
+listed = torch.tensor([[3, 6], [1, 2]])
+torch.testing.assert_close(model.scores(state, listed), model.scores(state).gather(1, listed))
+
+# %% [markdown]
+# ## What must not matter
+#
+# The side and the amount of padding, and the company in the batch:
+
+# %%
+alone = model(torch.tensor([[2, 5, 1]]))
+left = model(torch.tensor([[0, 0, 2, 5, 1], [3, 3, 3, 3, 3]]))[:1, 2:]
+right = model(torch.tensor([[2, 5, 1, 0, 0], [0, 0, 0, 0, 6]]))[:1, :3]
+torch.testing.assert_close(alone, left)
+torch.testing.assert_close(alone, right)
+
+# %% [markdown]
+# An empty history is a state of zeros, which prefers nothing, rather than NaN:
+
+# %%
+model.last(torch.zeros(1, 4, dtype=torch.long)).abs().max()
+
+# %% [markdown]
+# ## The past does not know the future
+#
+# Replace one item of a history and see which states move. With twelve positions:
+
+# %%
+from fastcore.test import test_fail
+import matplotlib.pyplot as plt
+
+# %%
+from bft_nb.figures import use_style
+
+# %%
+use_style()
+torch.manual_seed(1)
+twelve = SASRec(n_items=40, max_length=12, d=16).eval()
+history = torch.randint(1, 41, (1, 12))
+changed = history.repeat(12, 1)
+changed[range(12), range(12)] = history % 40 + 1
+moved = (twelve(changed) - twelve(history)).norm(dim=-1).detach()
+
+# %%
+#| label: fig-causal
+#| fig-cap: "Replacing the item at one position (row) moves the states at that position and later ones (columns), and no earlier state at all."
+#| code-fold: true
+fig, ax = plt.subplots()
+image = ax.imshow(moved.where(moved > 0, torch.nan), cmap="viridis")
+ax.set(xlabel="position of the state", ylabel="position of the replaced item", xticks=range(0, 12, 2), yticks=range(0, 12, 2))
+fig.colorbar(image, label="change of the state [h]")
+plt.show()
+
+# %%
+assert float(moved.tril(-1).max()) == 0
+
+# %% [markdown]
+# ## How it fails
+#
+# A history longer than the positions cover is refused, because silently dropping items is a decision: the batches of `bft_nb.training` make it and keep the most recent `max_length`.
+
+# %%
+test_fail(lambda: model(torch.ones(1, 6, dtype=torch.long)), contains="longer than max_length=5")
+test_fail(lambda: model(torch.ones(1, 3)), contains="float32")
+test_fail(lambda: SASRec(n_items=6, d=64, n_heads=3), contains="d=64 and n_heads=3")
+
+# %% [markdown]
+# ## Assumptions, and where they break
+#
+# Time enters only as order: a pause of a minute and one of a year look alike. The positions are learned, so a model trained on short histories has never seen the later ones. Both are what the reference does; HSTU, later, changes the first.
+#
+# ## Summary
+#
+# - SASRec turns a history into one state per position; the score of an item is the inner product with its embedding.
+# - Padding of any amount on either side, and the rest of the batch, change nothing but rounding.
+# - The encoder is torch's own; the filtering form changes the class of the layers only.
+#
+# ## Exercises
+#
+# **1.** Without position embeddings, is the last state of a one-layer causal encoder sensitive to the order of the earlier items?
+#
+# <details><summary>Answer</summary>
+#
+# No: attention is a weighted sum over a set. Only the position embedding (or a second causal layer, whose earlier states saw different prefixes) tells the orders apart.
+
+# %%
+bag = SASRec(n_items=6, max_length=3, d=8, n_layers=1).eval()
+bag.position_embedding.weight.data.zero_()
+torch.testing.assert_close(bag.last(torch.tensor([[2, 5, 1]])), bag.last(torch.tensor([[5, 2, 1]])))
+
+# %% [markdown]
+# </details>

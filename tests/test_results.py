@@ -1,0 +1,147 @@
+"""Result rows: exact columns, all or nothing, several writers."""
+
+import csv
+import multiprocessing as mp
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bft_nb.results import COLUMNS, append_rows, canonical, check_row, has_rows, load_ranks, make_rows, ranks_path, read_rows, run_key, save_ranks
+
+
+def row(**changes):
+    base = dict(
+        exp="rec", dataset="synthetic", model="SASRec", params={"bft": True, "d": 64}, seed=0, split="test", metric="hr@10",
+        value=0.08, n=100, seconds=1.5, device="cpu", commit="abc123", utc="2026-11-30T12:00:00Z",
+    )  # fmt: skip
+    return base | changes
+
+
+def test_round_trip(tmp_path):
+    path = tmp_path / "deep" / "rec.csv"
+    assert append_rows(path, [row(), row(metric="ndcg@10", value=0.04)]) == 2
+    assert append_rows(path, [row(seed=1)]) == 1
+    rows = read_rows(path)
+    assert [r["metric"] for r in rows] == ["hr@10", "ndcg@10", "hr@10"]
+    assert rows[0] == check_row(row())
+    assert isinstance(rows[2]["seed"], int) and isinstance(rows[0]["value"], float)
+    with path.open() as file:
+        assert tuple(next(csv.reader(file))) == COLUMNS
+    assert read_rows([path, path]) == rows * 2
+
+
+def test_appending_changes_no_byte_of_what_is_there(tmp_path):
+    path = tmp_path / "rec.csv"
+    append_rows(path, [row(value=0.1 + 0.2)])
+    before = path.read_bytes()
+    append_rows(path, [row(seed=7)])
+    assert path.read_bytes().startswith(before)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"value": float("nan")}, "value"),
+        ({"value": "high"}, "value"),
+        ({"value": True}, "value"),
+        ({"n": -1}, "n must be"),
+        ({"n": 1.5}, "n must be"),
+        ({"seconds": -1.0}, "seconds"),
+        ({"seed": "one"}, "seed"),
+        ({"exp": ""}, "exp"),
+        ({"metric": None}, "metric"),
+        ({"params": "[1]"}, "params"),
+        ({"params": "{"}, "params"),
+        ({"params": {"f": print}}, "params"),
+        ({"utc": "yesterday"}, "utc"),
+        ({"extra": 1}, "extra"),
+    ],
+)
+def test_bad_rows_are_named_and_nothing_is_written(tmp_path, change, message):
+    path = tmp_path / "rec.csv"
+    with pytest.raises(ValueError, match=message):
+        append_rows(path, [row(), row(**change)])
+    assert not list(tmp_path.iterdir())
+
+
+def test_missing_column_is_named():
+    incomplete = row()
+    del incomplete["commit"]
+    with pytest.raises(ValueError, match=r"missing: \['commit'\]"):
+        check_row(incomplete)
+
+
+def test_bad_file_says_where(tmp_path):
+    path = tmp_path / "rec.csv"
+    append_rows(path, [row()])
+    path.write_text(path.read_text().replace("0.08", "oops"))
+    with pytest.raises(ValueError, match="line 2.*oops"):
+        read_rows(path)
+    path.write_text("a,b\n1,2\n")
+    with pytest.raises(ValueError, match="columns must be"):
+        read_rows(path)
+    with pytest.raises(ValueError, match="columns must be"):
+        append_rows(path, [row()])
+    assert path.read_text() == "a,b\n1,2\n"
+
+
+def write(path, seed):
+    for metric in ("hr@10", "ndcg@10"):
+        append_rows(path, [row(seed=seed, metric=metric)])
+
+
+def test_several_writers_lose_nothing(tmp_path):
+    path = tmp_path / "rec.csv"
+    workers = [mp.get_context("fork").Process(target=write, args=(path, seed)) for seed in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+        assert worker.exitcode == 0
+    assert sorted((r["seed"], r["metric"]) for r in read_rows(path)) == [(s, m) for s in range(4) for m in ("hr@10", "ndcg@10")]
+    assert {p.name for p in tmp_path.iterdir()} <= {"rec.csv", ".rec.csv.lock"}
+
+
+def test_run_key_ignores_the_order_of_parameters_and_what_was_measured():
+    assert run_key(row(params={"d": 64, "bft": True})) == run_key(row(params='{"bft": true, "d": 64}', metric="mrr", value=1.0))
+    assert run_key(row(seed=1)) != run_key(row())
+    assert run_key(row(params={"bft": False, "d": 64})) != run_key(row())
+
+
+@given(st.dictionaries(st.text(), st.one_of(st.integers(), st.booleans(), st.text(), st.floats(allow_nan=False, allow_infinity=False))))
+def test_canonical_is_stable(params):
+    assert canonical(canonical(params)) == canonical(params)
+
+
+def test_has_rows(tmp_path):
+    path = tmp_path / "rec.csv"
+    assert not has_rows(path, row())
+    append_rows(path, [row(), row(metric="ndcg@10", split="valid")])
+    assert has_rows(path, row(), ["hr@10", "ndcg@10"])
+    assert not has_rows(path, row(), ["hr@10", "ndcg@10"], split="test")
+    assert not has_rows(path, row(), ["mrr"])
+    assert not has_rows(path, row(seed=3))
+
+
+def test_make_rows():
+    common = {name: value for name, value in row().items() if name not in ("metric", "value", "utc")}
+    rows = make_rows({"hr@10": 0.1, "mrr": 0.05}, **common)
+    assert [r["metric"] for r in rows] == ["hr@10", "mrr"]
+
+
+def test_ranks(tmp_path):
+    ranks = np.random.default_rng(0).zipf(1.3, 22_363).clip(1, 12_101)
+    path = save_ranks(ranks_path(tmp_path, row()), ranks)
+    np.testing.assert_array_equal(load_ranks(path), np.minimum(ranks, 255))
+    assert path.stat().st_size < 40_000
+    assert path.name.startswith("rec-synthetic-SASRec-") and path.name.endswith("-test.npz")
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize("bad", [[0, 1], [1.5], [[1, 2]], [-3]])
+def test_bad_ranks(tmp_path, bad):
+    with pytest.raises(ValueError, match="positive integers"):
+        save_ranks(tmp_path / "r.npz", np.array(bad))
+    assert not list(tmp_path.iterdir())
