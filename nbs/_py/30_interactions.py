@@ -76,7 +76,7 @@ class Sequences:
 
     def __len__(self) -> int: return len(self.offsets) - 1
 
-    def __getitem__(self, user: int) -> Int32[np.ndarray, " length"]:
+    def __getitem__(self, user: int | np.integer) -> Int32[np.ndarray, " length"]:
         "The items of one user, in order; `IndexError` outside 0 … len − 1."
         if not 0 <= user < len(self): raise IndexError(f"user {user} is not in 0 … {len(self) - 1}")
         return self.items[self.offsets[user] : self.offsets[user + 1]]
