@@ -120,7 +120,7 @@ isinstance(w, Float[Tensor, "b h t j"]), isinstance(w, Float[Tensor, "b t d"])
 # | $p_j$ | $\alpha_j\bar\lambda_j$, precision of key $j$ up to a common factor | [h⁻²] | 10 | [D] |
 # | $\sigma^2$ | variance of one value, [v²]; where $\operatorname{Var} v_j = \sigma^2/p_j$, a pure factor | [v²] or [1] | 10 | common |
 # | $e_t$, $e$ | kriging mean, $\sum_j w_j v_j$ | [v] | 10 | [P] |
-# | $\operatorname{E}$, $\operatorname{Var}$, $\operatorname{Cov}$ | expectation, variance, covariance | | 10 | common |
+# | $\operatorname{E}$ or $E$, $\operatorname{Var}$, $\operatorname{Cov}$ | expectation, variance, covariance | | 10 | common |
 # | $\eta$ | Lagrange multiplier of the constraint $\sum_j w_j = 1$ | [v²] | 10 | common |
 # | $\delta_j$ | change of a weight | [1] | 10 | [D] |
 # | $s_0^2$ | variance that the tracked precision claims, $\sum_j w_j/\bar\lambda_j$; scale of the prior in 11 | [v²] | 10 | [D] |

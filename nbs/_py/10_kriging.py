@@ -249,6 +249,11 @@ e = kriging_mean(w, value[:, None])
 torch.testing.assert_close(e, (weight @ value).reshape(1, 1))
 e
 
+# %%
+vs = sp.symbols("v_1:4", real=True)
+as_rows = lambda *x: kriging_mean(torch.stack(x[:3], -1)[:, None], torch.stack(x[3:], -1)[..., None])[:, 0, 0]
+assert_same(sum(x * y for x, y in zip(ws, vs, strict=True)), (*ws, *vs), as_rows)
+
 # %% [markdown]
 # ## The variance is already in the normaliser
 #
@@ -365,9 +370,9 @@ low, mid, high = n_eff.quantile(torch.tensor([0.05, 0.5, 0.95]), dim=1)
 fig, ax = plt.subplots()
 ax.plot(sharpness, mid, color=COLOUR["posterior"], label="median")
 ax.fill_between(sharpness, low, high, color=COLOUR["posterior"], alpha=0.2, linewidth=0)
-for y, name in ((1, "one key"), (16, "all keys")):
-    ax.axhline(y, color=COLOUR["prior"], linestyle="--")
-    ax.text(25, y - 0.2 if y > 1 else y + 1.2, name, va="top", ha="right", fontsize=8)
+for bound, x, y, name in ((1, 0.1, 1.3, "one key"), (16, 12, 15, "all keys")):
+    ax.axhline(bound, color=COLOUR["prior"], linestyle="--")
+    ax.text(x, y, name, fontsize=8)
 ax.set(xscale="log", yticks=[1, 4, 8, 12, 16], xlabel="sharpness: standard deviation of the logits [1]", ylabel="effective sample size n [keys]")
 plt.show()
 
@@ -522,7 +527,7 @@ kriging_variance(unmasked, faint) / kriging_variance(masked, faint)
 #
 # ## Assumptions, and where they break
 #
-# - *Independent neighbours*: figure @fig-correlated shows the price.
+# - *Independent neighbours*: @fig-correlated shows the price.
 # - *One mean*: $\operatorname{E} v_j = \mu$ for all keys in view. Attention mixes different contents on purpose, and their differences then count as noise (chapter 11 measures it).
 # - *One reliability per key*: $\bar\lambda_j$ averages over features **[P]**; a key known well in some features and badly in others is treated as middling in all.
 # - *Units*: $\bar\lambda$ is a precision of the residual stream, [h⁻²], used for values that went through the value projection. The weights do not mind the factor between the two; $s_0^2$ does. It serves as a prior only (chapter 11) **[D]**.

@@ -323,13 +323,31 @@ prove(by_reliability - S_ / (1 - 1 / n_))
 # %% [markdown]
 # which is (11.4) with $n - 1$ degrees of freedom. For equal weights on some keys and zero on the others it is exact: REML on those keys, $n$ of them. In between it is a power likelihood, an interpolation.
 #
+# ### Which one?
+#
 # **Our choice [D]** is the second. The paper's gain follows the effective sample size, and $T$ counts every key, however irrelevant: a softmax over 1,000 keys that looks at three of them has seen three.
-# The first remains as the option `keys` of `observation_variance` below, to be compared in experiments.
 
 # %%
 wide = torch.cat([torch.zeros(3), torch.full((997,), -12.0)])  # three keys stand out
 looks = wide.softmax(-1)
 effective_sample_size(looks)
+
+# %% [markdown]
+# There is a second reason: it errs on the safe side. Reading 2 puts $\operatorname{Var} e = s^2_{\text{REML}}/n = \kappa S/(1 - \kappa)$. If reading 1 is true, $\operatorname{E} S = (T - 1)\,\sigma^2/P$ while the true variance is $\sigma^2/P$:
+# reading 2 is too *large*, by the factor
+#
+# $$ \frac{T - 1}{n - 1} \ge 1 . $$
+#
+# If reading 2 is true, $\operatorname{E} S = \sigma^2(1 - \kappa)$ and the true variance is $\kappa\sigma^2$: reading 1 is too *small*, by the inverse of the same factor. The cautious error costs some gain, the other makes a token overconfident.
+
+# %%
+scatter_1, scatter_2 = (T - 1) * s2 / Ps, s2 * (1 - 1 / n_)  # E S if reading 1, 2 is true
+by_2 = scatter_1 / n_ / (1 - 1 / n_) / (s2 / Ps)
+by_1 = scatter_2 / (T - 1) / (s2 / n_)
+prove(by_2 - (T - 1) / (n_ - 1)), prove(by_1 - (n_ - 1) / (T - 1))
+
+# %% [markdown]
+# Reading 1 remains as the option `keys` of `observation_variance` below, to be compared in experiments.
 
 # %% [markdown]
 # ## One value has no scatter: the prior
@@ -486,7 +504,15 @@ kappa_hut = w.square().sum(-1, keepdim=True)
 1 / observation_variance(scatter(w, v), kappa_hut, claimed)
 
 # %% [markdown]
-# An observation of 20.46 °C with precision 2.4 °C⁻², a standard deviation of 0.64 °C. All three forms are held to the code, κ drawn in (0.1, 1):
+# An observation of 20.46 °C with precision 2.5 °C⁻², a variance of 0.41 °C². Is that not *less* than the 0.57 °C² claimed, although the thermometers disagree? The claim has two meanings, and (10.6) proved them equal:
+# as $\sum_j w_j/\bar\lambda_j$ it is what *one* neighbour claims on average, and that is the prior of $\sigma^2$ here. It rose to 0.74; averaging $n = 1.8$ neighbours then divides it.
+# As $1/\sum_j \alpha_j\bar\lambda_j$ it is what the *mean* claims, and that is the prior of (11.10), which finds three thermometers in better agreement than the claim:
+
+# %%
+observation_variance(scatter(w, v), kappa_hut, claimed, keys=torch.full_like(kappa_hut, 3))
+
+# %% [markdown]
+# All three forms are held to the code, κ drawn in (0.1, 1):
 
 # %%
 args = (S_, kappa, s2_0)
@@ -613,9 +639,18 @@ freedom = 2 * expect(S.subs(noisy)) ** 2 / (expect(S.subs(noisy) ** 2) - expect(
 satterthwaite = (1 - kappa_3) ** 2 / (kappa_3 - 2 * sum(a**3 for a in ws) + kappa_3**2)
 prove(freedom - satterthwaite), satterthwaite.subs({w1: sp.Rational(1, 3), w2: sp.Rational(1, 3)})
 
+# %% [markdown]
+# The sharper the weights, the further it lies above $n - 1$. The posterior uses the smaller number and is too wide, as the coverage table found:
+
+
 # %%
-x = cases["32 keys, sharpness 1"]
-(1 - (x**2).sum()) ** 2 / ((x**2).sum() - 2 * (x**3).sum() + (x**2).sum() ** 2), effective_sample_size(x) - 1
+def both(x: Tensor) -> tuple[str, str]:  # Satterthwaite's degrees of freedom, n − 1
+    k = x.square().sum()
+    return f"{(1 - k) ** 2 / (k - 2 * (x**3).sum() + k**2):.1f}", f"{1 / k - 1:.1f}"
+
+
+# %%
+pd.DataFrame([(name, *both(x)) for name, x in cases.items()], columns=["weights", "Satterthwaite", "n − 1"])
 
 # %% [markdown]
 # </details>
