@@ -3,14 +3,12 @@ import numpy as np
 import pytest
 import torch
 from filterpy.kalman import KalmanFilter
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bft_nb.core import Belief
 from bft_nb.kalman import gain, joseph_precision, update
 
-settings.register_profile("no deadline", deadline=None)  # a shared machine pauses now and then
-settings.load_profile("no deadline")
 wide = st.floats(1e-30, 1e30)
 
 

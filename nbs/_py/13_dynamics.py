@@ -291,10 +291,10 @@ def activation_and_slope(
 ) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:  # φ and φ'
     "The activation and its derivative: (13.3) where known, else by `torch.func.jvp`. `ValueError` for an unknown name."
     name = activation if isinstance(activation, str) else _known_name(activation)
-    if name is None:
+    if name is None and callable(activation):
         return activation, lambda a: torch.func.jvp(activation, (a,), (torch.ones_like(a),))[1]
     if name not in ACTIVATIONS:
-        raise ValueError(f"activation must be a callable or one of {sorted(ACTIVATIONS)}, got {name!r}")
+        raise ValueError(f"activation must be a callable or one of {sorted(ACTIVATIONS)}, got {activation!r}")
     return ACTIVATIONS[name]
 
 
