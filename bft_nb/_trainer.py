@@ -1,5 +1,6 @@
 """What `bft_nb.training.fit` adds to `transformers.Trainer`; a module of its own, because importing `transformers` takes seconds."""
 
+import math
 import time
 from typing import Any
 
@@ -37,6 +38,9 @@ class RankingTrainer(Trainer):
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval") -> dict[str, float]:
         "Rank the validation targets; the seconds are those since the last validation, so they cover a whole epoch."
+        values = self.state.log_history[-1:]
+        if values and not math.isfinite(values[0].get("loss", 0.0)):
+            raise FloatingPointError(f"the training loss is {values[0]['loss']} after epoch {self.state.epoch:.0f}: try a smaller lr")
         metric = Ranking(k=(10,), filter_seen=self.filter_seen)
         metric.update(evaluate(self.model, self.valid, filter_seen=self.filter_seen, batch_size=self.eval_batch_size))
         values = metric.compute()

@@ -4,16 +4,17 @@
 
 # %% auto #0
 __all__ = ['NO_EVIDENCE', 'HIDDEN', 'BLOCK', 'IMPLEMENTATIONS', 'visible_keys', 'Moments', 'moments_explicit', 'moments_blocked',
-           'Observation', 'observe']
+           'Observation', 'check_options', 'observe']
 
 # %% ../nbs/20_attention.ipynb #7fbf1c2d
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from .core import check_option
 from .kalman import at_least_float32
 from .kriging import kriging_mean, kriging_variance, kriging_weights
 from .reml import observation_variance, scatter
@@ -24,7 +25,7 @@ def visible_keys(
     is_causal: bool,  # query t sees keys j ≤ t only
     queries: int,  # T
     keys: int,  # J
-) -> Float[Tensor, "#b #h t"] | None:  # None: every query sees every key
+) -> Int[Tensor, "#b #h t"] | None:  # None: every query sees every key
     "How many keys each query may look at."
     if mask is None:
         return torch.arange(1, queries + 1)[None, None] if is_causal else None
@@ -56,7 +57,7 @@ def moments_explicit(q, k, v, lam_bar, mask, bias, is_causal: bool, diagonal: bo
         triangle = torch.ones(logits.shape[-2:], dtype=torch.bool, device=q.device).tril()
         mask = triangle if mask is None else mask & triangle
     w = kriging_weights(logits, lam_bar, mask)
-    s = scatter(w, v, shift=v.new_zeros(()))
+    s = scatter(w, v, shift=v.new_zeros(1, 1))
     return Moments(kriging_mean(w, v), s if diagonal else s.mean(-1, keepdim=True), kriging_variance(w, lam_bar), w.square().sum(-1))
 
 # %% ../nbs/20_attention.ipynb #26709f26
@@ -137,9 +138,18 @@ class Observation(NamedTuple):
 IMPLEMENTATIONS: dict[str, Callable[..., Moments]] = {"explicit": moments_explicit, "blocked": moments_blocked}
 
 # %% ../nbs/20_attention.ipynb #534ed502
-def _one_of(name: str, value: str, allowed) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+def check_options(
+    resolution: str,  # "diagonal" or "isotropic"
+    weights: str,  # "reliability" or "precision"
+    nu0: float,  # > 0
+    impl: str,  # a key of `IMPLEMENTATIONS`
+) -> None:
+    "Raise `ValueError` for an option of `observe` that is not one."
+    check_option("resolution", resolution, ("diagonal", "isotropic"))
+    check_option("weights", weights, ("reliability", "precision"))
+    check_option("impl", impl, IMPLEMENTATIONS)
+    if not nu0 > 0:
+        raise ValueError(f"nu0 must be positive (prior degrees of freedom), got {nu0}")
 
 # %% ../nbs/20_attention.ipynb #06c9d29d
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor, lam_bar: Tensor, mask: Tensor | None, is_causal: bool) -> None:
@@ -185,16 +195,14 @@ def observe(
     mask: Tensor | None = None,  # bool (True = may be seen) or float (added); broadcasts to (b, h, t, j)
     is_causal: bool = False,  # query t sees keys j ≤ t only
     scale: float | None = None,  # of the logits; None: 1/√k
-    resolution: Literal["diagonal", "isotropic"] = "diagonal",  # of S and λ_obs: per value dimension, or per head
-    weights: Literal["reliability", "precision"] = "reliability",  # reading of the weights, chapter 11
+    resolution: str = "diagonal",  # of S and λ_obs: "diagonal" (per value dimension) or "isotropic" (per head)
+    weights: str = "reliability",  # reading of the weights, chapter 11: "reliability" or "precision"
     nu0: float = 1.0,  # ν₀, degrees of freedom of the prior, > 0
     shift: Tensor | None = None,  # constant near v, broadcasts to it: only rounding depends on it; None: the first visible key
     impl: str = "blocked",  # a key of `IMPLEMENTATIONS`
 ) -> Observation:  # in float32 or wider; the mean in v's dtype
     "Self-attention as kriging with a REML observation precision, (20.1) and chapter 11 [@bft2026]. Raises `ValueError` or `TypeError` on input that does not fit."
-    _one_of("resolution", resolution, ("diagonal", "isotropic"))
-    _one_of("weights", weights, ("reliability", "precision"))
-    _one_of("impl", impl, tuple(IMPLEMENTATIONS))
+    check_options(resolution, weights, nu0, impl)
     visible, bias = _split_mask(mask)
     _check_shapes(q, k, v, lam_bar, mask, is_causal)
     with torch.autocast(q.device.type, enabled=False):

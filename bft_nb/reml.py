@@ -35,7 +35,7 @@ def _check_count(count: Tensor, at_least: float, what: str) -> None:
 def reml_variance(
     S: Float[Tensor, "*#shape"],  # $S$, from `scatter`, [v²]
     n_eff: Float[Tensor, "*#shape"],  # $n$, effective sample size, above 1, [1]
-) -> Float[Tensor, "*shape"]:  # $s^2_{REML}$, variance of one value, [v²]
+) -> Float[Tensor, "*shape"]:  # $s^2_{\text{REML}}$, variance of one value, [v²]
     """The unbiased (restricted maximum likelihood) variance $S/(1 - 1/n)$, equation (11.4) [@patterson1971].
 
     Raises `ValueError` unless $n > 1$: one value has no scatter. `posterior_scale` has an answer there.
@@ -66,7 +66,7 @@ def posterior_scale(
     n_eff: Float[Tensor, "*#shape"],  # $n$, effective sample size, at least 1, [1]
     s2_0: Float[Tensor, "*#shape"],  # $s_0^2$, prior scale, from `kriging_variance`, [v²]
     nu0: float = 1.0,  # $\nu_0$, prior degrees of freedom, [1]
-) -> Float[Tensor, "*shape"]:  # $s^2_{post}$, [v²]
+) -> Float[Tensor, "*shape"]:  # $s^2_{\text{post}}$, [v²]
     """The scale $(\\nu_0 s_0^2 + n S)/(\\nu_0 + n - 1)$ of the posterior of σ², equation (11.7) [@gelman2013].
 
     Raises `ValueError` for $n < 1$ (a query that sees no key has no posterior of this form) or $\\nu_0 \\le 0$.
@@ -82,7 +82,7 @@ def observation_variance(
     s2_0: Float[Tensor, "*#shape"],  # $s_0^2$, prior scale, from `kriging_variance`, [v²]
     nu0: float = 1.0,  # $\nu_0$, prior degrees of freedom, [1]
     keys: Float[Tensor, "*#shape"] | None = None,  # $T$, visible keys: read the weights as precisions, (11.10)
-) -> Float[Tensor, "*shape"]:  # $1/\lambda_{obs}$, [v²]
+) -> Float[Tensor, "*shape"]:  # $1/\lambda_{\text{obs}}$, [v²]
     """The variance $\\kappa(\\nu_0 \\kappa s_0^2 + S)/(\\nu_0 \\kappa + 1 - \\kappa)$ of a kriging mean, equation (11.9), without a division at $\\nu_0 = 1$.
 
     Raises `ValueError` for $\\kappa$ outside (0, 1], i.e. for weights that do not sum to one, for $\\nu_0 \\le 0$ or for fewer than one key.

@@ -274,15 +274,26 @@ def _history(log: list[dict[str, float]]) -> list[dict[str, float]]:
     return [row for row in rows.values() if "ndcg@10" in row]
 
 
-def _check_fit(epochs: int, batch_size: int, lr: float, negatives: int | None, patience: int, dtype: str) -> None:
+def _check_settings(settings: dict[str, Any]) -> None:
     "Raise `ValueError` naming the argument that can't be."
-    for name, value in {"epochs": epochs, "batch_size": batch_size, "patience": patience, "negatives": 1 if negatives is None else negatives}.items():
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
-    if not lr > 0:
-        raise ValueError(f"lr must be positive, got {lr}")
-    if dtype not in ("float32", "bfloat16"):
-        raise ValueError(f'dtype must be "float32" or "bfloat16", got {dtype!r}')
+    for name in ("epochs", "batch_size", "patience", "negatives"):
+        if settings[name] is not None and settings[name] < 1:
+            raise ValueError(f"{name} must be at least 1, got {settings[name]}")
+    for name in ("lr", "precision_lr"):
+        if settings[name] is not None and not settings[name] > 0:
+            raise ValueError(f"{name} must be positive, got {settings[name]}")
+    if settings["dtype"] not in ("float32", "bfloat16"):
+        raise ValueError(f'dtype must be "float32" or "bfloat16", got {settings["dtype"]!r}')
+
+
+def _check_data(model: nn.Module, split: Any) -> None:
+    "Raise `ValueError` unless there is something to learn and the model knows the items."
+    if model.n_items != split.n_items:
+        raise ValueError(f"the model's n_items={model.n_items} is not the split's {split.n_items}")
+    if not (np.diff(np.asarray(split.train.offsets)) > 1).any():
+        raise ValueError("no training sequence has two or more items, so there is no next item to learn")
+    if not len(split.valid.targets):
+        raise ValueError("the split has no validation examples, and early stopping needs them")
 
 
 def fit(
@@ -310,12 +321,13 @@ def fit(
     (checkpoints are written per epoch). Raises `ValueError` for impossible arguments and for an `out_dir` of another run,
     `FloatingPointError` if the loss becomes NaN or infinite.
     """
-    _check_fit(epochs, batch_size, lr, negatives, patience, dtype)
-    place = resolve_device(device)
     settings = dict(
         seed=seed, epochs=epochs, batch_size=batch_size, lr=lr, precision_lr=precision_lr, weight_decay=weight_decay,
         negatives=negatives, patience=patience, dtype=dtype, filter_seen=filter_seen,
     )  # fmt: skip
+    _check_settings(settings)
+    _check_data(model, split)
+    place = resolve_device(device)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(out_dir or scratch).absolute()
         _check_out_dir(folder, _settings_hash(model, split, settings))

@@ -61,9 +61,9 @@ def with_stationary(
 
 # %% ../nbs/29_world.ipynb #3ebe36be
 def cluster_share(
-    popularity: Float[np.ndarray, " n+1"],  # $p_i$
-    reliability: Float[np.ndarray, " n+1"],  # $\rho_i$
-    item_cluster: Int[np.ndarray, " n+1"],  # cluster of each item, −1 for padding
+    popularity: Float[np.ndarray, " padded"],  # $p_i$
+    reliability: Float[np.ndarray, " padded"],  # $\rho_i$
+    item_cluster: Int[np.ndarray, " padded"],  # cluster of each item, −1 for padding
     n_clusters: int,  # c
 ) -> Float[np.ndarray, " c"]:  # μ, sums to 1
     "How much of all signal each cluster carries, equation 29.4."
@@ -77,9 +77,9 @@ class World(NamedTuple):
     items: Int[np.ndarray, "users events"]  # item of every event, 1 … n_items, in order
     signal: Int[np.ndarray, "users events"]  # 1 where the event was signal, 0 where noise
     clusters: Int[np.ndarray, "users events"]  # the user's cluster at that event, 0 … n_clusters − 1
-    popularity: Float[np.ndarray, " n+1"]  # $p_i$, row 0 is 0
-    reliability: Float[np.ndarray, " n+1"]  # $\rho_i$ in (0, 1), row 0 is 0
-    item_cluster: Int[np.ndarray, " n+1"]  # cluster of each item, row 0 is −1
+    popularity: Float[np.ndarray, " padded"]  # $p_i$, row 0 is 0
+    reliability: Float[np.ndarray, " padded"]  # $\rho_i$ in (0, 1), row 0 is 0
+    item_cluster: Int[np.ndarray, " padded"]  # cluster of each item, row 0 is −1
     user_signal: Float[np.ndarray, " users"]  # $\pi_u$ in (0, 1); the user's noise level is 1 − π_u
     transition: Float[np.ndarray, "c c"]  # $A$
 
@@ -122,11 +122,11 @@ def draw_clusters(
 
 # %% ../nbs/29_world.ipynb #cffd75cb
 def emission(
-    popularity: Float[np.ndarray, " n+1"],  # $p_i$
-    reliability: Float[np.ndarray, " n+1"],  # $\rho_i$
-    item_cluster: Int[np.ndarray, " n+1"],  # cluster of each item
+    popularity: Float[np.ndarray, " padded"],  # $p_i$
+    reliability: Float[np.ndarray, " padded"],  # $\rho_i$
+    item_cluster: Int[np.ndarray, " padded"],  # cluster of each item
     n_clusters: int,  # c
-) -> Float[np.ndarray, "c+1 n+1"]:  # row z: P(i | signal, cluster z); last row: P(i | noise)
+) -> Float[np.ndarray, "emitters padded"]:  # row z: P(i | signal, cluster z); last row: P(i | noise)
     "Where events land, equation 29.2 within each cluster; each row sums to 1 and padding has probability 0."
     rows = (item_cluster == np.arange(n_clusters)[:, None]) * (popularity * reliability)
     rows = np.vstack([rows, popularity * (1 - reliability)])
@@ -136,7 +136,7 @@ def emission(
 def draw_items(
     clusters: Int[np.ndarray, "users events"],  # where each user is
     user_signal: Float[np.ndarray, " users"],  # $\pi_u$
-    emit: Float[np.ndarray, "c+1 n+1"],  # from `emission`
+    emit: Float[np.ndarray, "emitters padded"],  # from `emission`
     rng: np.random.Generator,
 ) -> tuple[Int[np.ndarray, "users events"], Int[np.ndarray, "users events"]]:  # items, signal
     "Signal or noise for every event, then an item from the cluster or from everywhere."
@@ -156,13 +156,13 @@ def draw_truth(
     two_kinds: bool,  # two values of ρ instead of an even spread
     exponent: float,  # of Zipf's law
     rng: np.random.Generator,
-) -> tuple[Float[np.ndarray, " n+1"], Float[np.ndarray, " n+1"], Int[np.ndarray, " n+1"]]:  # $p$, $\rho$, cluster
+) -> tuple[Float[np.ndarray, " padded"], Float[np.ndarray, " padded"], Int[np.ndarray, " padded"]]:  # $p$, $\rho$, cluster
     "Popularity, reliability and cluster of each item, independent of each other."
     rank, spread, place = (np.argsort(rng.random(n_items)) for _ in range(3))
     level = (spread + 0.5) / n_items - 0.5
     reliability = 0.5 + 0.9 * heterogeneity * (np.where(level < 0, -0.5, 0.5) if two_kinds else level)
-    columns = zipf(n_items, exponent)[rank], reliability, place % n_clusters
-    return tuple(np.concatenate([[pad], column]) for pad, column in zip((0.0, 0.0, -1), columns, strict=True))
+    pad = lambda value, column: np.concatenate([[value], column])
+    return pad(0.0, zipf(n_items, exponent)[rank]), pad(0.0, reliability), pad(-1, place % n_clusters)
 
 # %% ../nbs/29_world.ipynb #c10737bd
 def check_sizes(
@@ -212,7 +212,7 @@ def make_world(
 def filter_clusters(
     history: Int[np.ndarray, "m events"],  # items in order, 0 is padding on either side
     user_signal: Float[np.ndarray, " m"],  # $\pi_u$
-    emit: Float[np.ndarray, "c+1 n+1"],  # from `emission`
+    emit: Float[np.ndarray, "emitters padded"],  # from `emission`
     transition: Float[np.ndarray, "c c"],  # $A$
     stationary: Float[np.ndarray, " c"],  # μ, the belief before the first event
 ) -> Float[np.ndarray, "m c"]:  # belief about the cluster of the next event
@@ -229,8 +229,8 @@ def filter_clusters(
 def next_item(
     belief: Float[np.ndarray, "m c"],  # about the cluster of the next event
     user_signal: Float[np.ndarray, " m"],  # $\pi_u$
-    emit: Float[np.ndarray, "c+1 n+1"],  # from `emission`
-) -> Float[np.ndarray, "m n+1"]:  # probabilities, each row sums to 1
+    emit: Float[np.ndarray, "emitters padded"],  # from `emission`
+) -> Float[np.ndarray, "m padded"]:  # probabilities, each row sums to 1
     "The probability of every item at the next event."
     return user_signal[:, None] * (belief @ emit[:-1]) + (1 - user_signal)[:, None] * emit[-1]
 
@@ -249,7 +249,7 @@ class Rate(NamedTuple):
 
 # %% ../nbs/29_world.ipynb #fb6cfdbc
 def rate(
-    scores: Float[np.ndarray, "m n+1"],  # larger is better; column 0 (padding) is not ranked
+    scores: Float[np.ndarray, "m padded"],  # larger is better; column 0 (padding) is not ranked
     targets: Int[np.ndarray, " m"],  # 1 … n
     k: int = 10,
 ) -> Rate:
@@ -265,8 +265,8 @@ def rate(
 def bayes_ceiling(
     world: World,
     k: int = 10,
-    filter_with: Float[np.ndarray, " n+1"] | None = None,  # ρ believed when weighing the history; None: the true one
-    predict_with: Float[np.ndarray, " n+1"] | None = None,  # ρ believed when ranking the next item; None: the true one
+    filter_with: Float[np.ndarray, " padded"] | None = None,  # ρ believed when weighing the history; None: the true one
+    predict_with: Float[np.ndarray, " padded"] | None = None,  # ρ believed when ranking the next item; None: the true one
     know_users: bool = True,  # whether π_u is known; False: everyone has the mean
 ) -> Rate:  # of the last event given all before
     "What the exact Bayesian filter reaches at the last event of each user: no model can be expected to do better."
@@ -289,7 +289,7 @@ def popularity_floor(
 # %% ../nbs/29_world.ipynb #57203975
 def equal_reliability(
     world: World,
-) -> Float[np.ndarray, " n+1"]:  # $\bar\pi$ for every item, row 0 is 0
+) -> Float[np.ndarray, " padded"]:  # $\bar\pi$ for every item, row 0 is 0
     "The belief of somebody who does not track precision: every item is as reliable as the average event."
     return np.where(np.arange(world.n_items + 1) > 0, world.mean_signal, 0.0)
 

@@ -13,7 +13,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bft_nb import interactions as I
-from bft_nb.interactions import Examples, Interactions, from_frame, from_lengths, global_time, item_counts, leave_one_out, load, popularity_strata, read, repeats, ties
+from bft_nb.interactions import (
+    Examples,
+    Interactions,
+    from_frame,
+    from_lengths,
+    global_time,
+    item_counts,
+    leave_one_out,
+    load,
+    popularity_strata,
+    read,
+    repeats,
+    ties,
+)
 from bft_nb.world import make_world
 
 ROWS = {"user": ["b", "a", "a", "b", "a", "b"], "item": ["x", "y", "x", "z", "w", "y"], "time": [5, 2, 1, 5, 2, 4], "place": [1, 1, 0, 2, 2, 0]}

@@ -64,6 +64,14 @@ def test_scatter_in_bfloat16_accumulates_in_float32():
     torch.testing.assert_close(S, direct(w, low.double()).float(), rtol=1e-4, atol=1e-5)
 
 
+def test_a_causal_row_does_not_know_the_future():
+    gen = torch.Generator().manual_seed(0)
+    w = torch.randn(6, 6, generator=gen).masked_fill(~torch.ones(6, 6, dtype=torch.bool).tril(), -torch.inf).softmax(-1)
+    v = torch.randn(6, 4, generator=gen) + 30
+    later = torch.cat([v[:3], 100 * v[3:]])
+    torch.testing.assert_close(scatter(w, later)[:3], scatter(w, v)[:3], rtol=0, atol=0)
+
+
 def test_gradcheck():
     w, v = (x.requires_grad_() for x in draw((2, 3, 4, 2), 0))
     shift = torch.full((1, 1), 0.3, dtype=torch.float64)
@@ -233,6 +241,20 @@ def test_reml_is_unbiased_and_ml_is_not(sharpness):
     error = 4 * restricted.std().item() / trials**0.5
     assert abs(restricted.mean().item() - 4) < error
     assert abs(S.mean().item() - 4 * (1 - 1 / n.item())) < error < abs(S.mean().item() - 4)
+
+
+def test_each_reading_is_off_by_a_known_factor_where_the_other_is_true():
+    rng, keys, trials = np.random.default_rng(2), 12, 40_000
+    w = torch.from_numpy(1.5 * rng.normal(size=(1, keys))).softmax(-1)
+    noise = torch.from_numpy(rng.normal(size=(keys, trials)))
+    n, T = effective_sample_size(w)[:, None], torch.full((1, 1), float(keys), dtype=torch.float64)
+    by_1 = lambda v: reml_mean_variance(scatter(w, v), T).mean().item()
+    by_2 = lambda v: (reml_variance(scatter(w, v), n) / n).mean().item()
+    factor = (keys - 1) / (n.item() - 1)
+    precision_true = noise / w[0, :, None].sqrt()  # Var e = 1
+    np.testing.assert_allclose([by_1(precision_true), by_2(precision_true)], [1, factor], rtol=0.02)
+    kappa = 1 / n.item()  # Var e = κ where all variances are one
+    np.testing.assert_allclose([by_1(noise), by_2(noise)], [kappa / factor, kappa], rtol=0.02)
 
 
 @pytest.mark.parametrize("sharpness", [0.5, 1.5])

@@ -8,7 +8,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bft_nb.world import (
-    bayes_ceiling, choose, emission, equal_reliability, filter_clusters, habits, ladder, make_world, next_item, popularity_floor, rate, signal_probability, with_stationary, zipf,
+    bayes_ceiling,
+    choose,
+    emission,
+    equal_reliability,
+    filter_clusters,
+    habits,
+    ladder,
+    make_world,
+    next_item,
+    popularity_floor,
+    rate,
+    signal_probability,
+    with_stationary,
+    zipf,
 )  # fmt: skip
 
 

@@ -16,7 +16,7 @@
 
 # %% [markdown]
 # **So far** a token carries a belief $(h, \lambda)$. **Now** it looks at its neighbours. **Why**: attention asks only how *relevant* a neighbour is.
-# Geostatistics has asked since Matheron [-@matheron1963] how to average neighbours that are also unequally *reliable*, and named the answer kriging. The paper reads self-attention as kriging [@bft2026]:
+# Geostatistics asks how to average neighbours that are unequally informative, and calls the best linear answer *kriging* [@matheron1963]. The paper reads self-attention as kriging [@bft2026]:
 # one extra term inside the softmax.
 #
 # Facts marked **[P]** are the paper's, **[D]** what this book derives or chooses. Each letter is in the notation table of chapter 00.
@@ -174,7 +174,7 @@ torch.testing.assert_close(kriging_weights(relevance.log()[None], torch.full((3,
 # $$ \operatorname{E} v_j = \mu, \qquad \operatorname{Var} v_j = \frac{\sigma^2}{p_j}, \qquad p_j = \alpha_j \bar\lambda_j . \tag{10.3} $$
 #
 # An irrelevant neighbour is a noisy one and an unreliable neighbour is a noisy one; the two multiply. The factor $\sigma^2$ has no unit here: $\sigma^2 = 1$ takes the tracked precision at its word. A *linear* estimate is $e = \sum_j w_j v_j$.
-# It is *unbiased* for every $\mu$ when $\sum_j w_j = 1$, since $\operatorname{E} e = \mu \sum_j w_j$. *Best* means least variance, and independence gives
+# It is *unbiased* for every $\mu$ when $\sum_j w_j = 1$, since $\operatorname{E} e = \mu \sum_j w_j$. *Best* means least variance [@aitken1936], and independence gives
 # $\operatorname{Var} e = \sigma^2 \sum_j w_j^2 / p_j$. So (10.2) claims to solve
 #
 # $$ \min_w \; \sigma^2 \sum_j \frac{w_j^2}{p_j} \quad \text{subject to} \quad \sum_j w_j = 1 . \tag{10.4} $$
@@ -249,6 +249,11 @@ e = kriging_mean(w, value[:, None])
 torch.testing.assert_close(e, (weight @ value).reshape(1, 1))
 e
 
+# %%
+vs = sp.symbols("v_1:4", real=True)
+as_rows = lambda *x: kriging_mean(torch.stack(x[:3], -1)[:, None], torch.stack(x[3:], -1)[..., None])[:, 0, 0]
+assert_same(sum(x * y for x, y in zip(ws, vs, strict=True)), (*ws, *vs), as_rows)
+
 # %% [markdown]
 # ## The variance is already in the normaliser
 #
@@ -301,7 +306,7 @@ assert_same(left, (*alphas, *lams), lambda *x: kriging_variance(kriging_weights(
 #
 # $$ n = \frac{1}{\sum_j w_j^2} \tag{10.7} $$
 #
-# neighbours. Kish [-@kish1965] introduced $n$ for survey weights: the *effective sample size*. We also write $\kappa = 1/n = \sum_j w_j^2$.
+# neighbours. This is Kish's *effective sample size*, known from survey weights [@kish1965]. We also write $\kappa = 1/n = \sum_j w_j^2$.
 
 
 # %%
@@ -365,9 +370,9 @@ low, mid, high = n_eff.quantile(torch.tensor([0.05, 0.5, 0.95]), dim=1)
 fig, ax = plt.subplots()
 ax.plot(sharpness, mid, color=COLOUR["posterior"], label="median")
 ax.fill_between(sharpness, low, high, color=COLOUR["posterior"], alpha=0.2, linewidth=0)
-for y, name in ((1, "one key"), (16, "all keys")):
-    ax.axhline(y, color=COLOUR["prior"], linestyle="--")
-    ax.text(25, y - 0.2 if y > 1 else y + 1.2, name, va="top", ha="right", fontsize=8)
+for bound, x, y, name in ((1, 0.1, 1.3, "one key"), (16, 12, 15, "all keys")):
+    ax.axhline(bound, color=COLOUR["prior"], linestyle="--")
+    ax.text(x, y, name, fontsize=8)
 ax.set(xscale="log", yticks=[1, 4, 8, 12, 16], xlabel="sharpness: standard deviation of the logits [1]", ylabel="effective sample size n [keys]")
 plt.show()
 
@@ -522,7 +527,7 @@ kriging_variance(unmasked, faint) / kriging_variance(masked, faint)
 #
 # ## Assumptions, and where they break
 #
-# - *Independent neighbours*: figure @fig-correlated shows the price.
+# - *Independent neighbours*: @fig-correlated shows the price.
 # - *One mean*: $\operatorname{E} v_j = \mu$ for all keys in view. Attention mixes different contents on purpose, and their differences then count as noise (chapter 11 measures it).
 # - *One reliability per key*: $\bar\lambda_j$ averages over features **[P]**; a key known well in some features and badly in others is treated as middling in all.
 # - *Units*: $\bar\lambda$ is a precision of the residual stream, [h⁻²], used for values that went through the value projection. The weights do not mind the factor between the two; $s_0^2$ does. It serves as a prior only (chapter 11) **[D]**.
@@ -565,11 +570,11 @@ effective_sample_size(w), effective_sample_size(copies)
 # %% [markdown]
 # </details>
 #
-# **3.** Two measurements of one quantity: a belief $h$ with precision $\lambda$ and an observation $z$ with precision $\lambda_{obs}$. Which weight does kriging give to the observation?
+# **3.** Two measurements of one quantity: a belief $h$ with precision $\lambda$ and an observation $z$ with precision $\lambda_{\text{obs}}$. Which weight does kriging give to the observation?
 #
 # <details><summary>Answer</summary>
 #
-# $\lambda_{obs}/(\lambda + \lambda_{obs})$, the Kalman gain $K$ of chapter 12. Their equal relevance cancels:
+# $\lambda_{\text{obs}}/(\lambda + \lambda_{\text{obs}})$, the Kalman gain $K$ of chapter 12. Their equal relevance cancels:
 
 # %%
 lam, lam_obs = sp.symbols("lambda lambda_obs", positive=True)

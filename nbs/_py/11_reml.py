@@ -16,7 +16,7 @@
 
 # %% [markdown]
 # **So far** kriging gave an estimate $e$, the variance $s_0^2$ it *claims*, and the effective sample size $n$. **Now** we look at what the neighbours *do*: do they agree?
-# **Why**: the update of chapter 12 needs the precision $\lambda_{obs}$ of the observation, and claims alone would never notice that three confident neighbours say three different things.
+# **Why**: the update of chapter 12 needs the precision $\lambda_{\text{obs}}$ of the observation, and claims alone would never notice that three confident neighbours say three different things.
 #
 # The paper estimates the variance by REML, restricted maximum likelihood, under a scaled inverse-$\chi^2$ prior, without free parameters, and writes the residual sum as an expanded square **[P]**.
 # The exact form below is ours **[D]**, each choice with its reason and its alternative.
@@ -190,7 +190,7 @@ prove(expect(S.subs(noisy)) - sigma**2 * (1 - kappa_3))
 # %% [markdown]
 # Dividing by what is missing makes the estimate unbiased:
 #
-# $$ s^2_{REML} = \frac{S}{1 - 1/n} . \tag{11.4} $$
+# $$ s^2_{\text{REML}} = \frac{S}{1 - 1/n} . \tag{11.4} $$
 #
 # With $T$ equal weights $n = T$ and this is the familiar sum of squares over $T - 1$.
 
@@ -208,7 +208,7 @@ def _check_count(count: Tensor, at_least: float, what: str) -> None:
 def reml_variance(
     S: Float[Tensor, "*#shape"],  # $S$, from `scatter`, [v²]
     n_eff: Float[Tensor, "*#shape"],  # $n$, effective sample size, above 1, [1]
-) -> Float[Tensor, "*shape"]:  # $s^2_{REML}$, variance of one value, [v²]
+) -> Float[Tensor, "*shape"]:  # $s^2_{\text{REML}}$, variance of one value, [v²]
     """The unbiased (restricted maximum likelihood) variance $S/(1 - 1/n)$, equation (11.4) [@patterson1971].
 
     Raises `ValueError` unless $n > 1$: one value has no scatter. `posterior_scale` has an answer there.
@@ -321,15 +321,33 @@ by_reliability = reml.subs({T: n_, Qs: n_ * S_})
 prove(by_reliability - S_ / (1 - 1 / n_))
 
 # %% [markdown]
-# which is (11.4) with $n - 1$ degrees of freedom. For weights of $1/m$ on $m$ keys and zero elsewhere it is exact: REML on the $m$ keys. In between it is a power likelihood, an interpolation.
+# which is (11.4) with $n - 1$ degrees of freedom. For equal weights on some keys and zero on the others it is exact: REML on those keys, $n$ of them. In between it is a power likelihood, an interpolation.
+#
+# ### Which one?
 #
 # **Our choice [D]** is the second. The paper's gain follows the effective sample size, and $T$ counts every key, however irrelevant: a softmax over 1,000 keys that looks at three of them has seen three.
-# The first remains as the option `keys` of `observation_variance` below, to be compared in experiments.
 
 # %%
 wide = torch.cat([torch.zeros(3), torch.full((997,), -12.0)])  # three keys stand out
 looks = wide.softmax(-1)
 effective_sample_size(looks)
+
+# %% [markdown]
+# There is a second reason: it errs on the safe side. Reading 2 puts $\operatorname{Var} e = s^2_{\text{REML}}/n = \kappa S/(1 - \kappa)$. If reading 1 is true, $\operatorname{E} S = (T - 1)\,\sigma^2/P$ while the true variance is $\sigma^2/P$:
+# reading 2 is too *large*, by the factor
+#
+# $$ \frac{T - 1}{n - 1} \ge 1 . $$
+#
+# If reading 2 is true, $\operatorname{E} S = \sigma^2(1 - \kappa)$ and the true variance is $\kappa\sigma^2$: reading 1 is too *small*, by the inverse of the same factor. The cautious error costs some gain, the other makes a token overconfident.
+
+# %%
+scatter_1, scatter_2 = (T - 1) * s2 / Ps, s2 * (1 - 1 / n_)  # E S if reading 1, 2 is true
+by_2 = scatter_1 / n_ / (1 - 1 / n_) / (s2 / Ps)
+by_1 = scatter_2 / (T - 1) / (s2 / n_)
+prove(by_2 - (T - 1) / (n_ - 1)), prove(by_1 - (n_ - 1) / (T - 1))
+
+# %% [markdown]
+# Reading 1 remains as the option `keys` of `observation_variance` below, to be compared in experiments.
 
 # %% [markdown]
 # ## One value has no scatter: the prior
@@ -349,7 +367,7 @@ def log_prior(nu: sp.Expr, scale: sp.Expr) -> sp.Expr:  # of σ², without its c
 # %% [markdown]
 # Claim. Prior times restricted likelihood (reading 2) is again scaled inverse-$\chi^2$, with
 #
-# $$ \nu_0 + n - 1 \;\text{ degrees of freedom and scale }\; s^2_{post} = \frac{\nu_0 s_0^2 + n S}{\nu_0 + n - 1} . \tag{11.7} $$
+# $$ \nu_0 + n - 1 \;\text{ degrees of freedom and scale }\; s^2_{\text{post}} = \frac{\nu_0 s_0^2 + n S}{\nu_0 + n - 1} . \tag{11.7} $$
 #
 # The log-densities differ by a constant, so their difference has derivative zero:
 
@@ -374,7 +392,7 @@ def posterior_scale(
     n_eff: Float[Tensor, "*#shape"],  # $n$, effective sample size, at least 1, [1]
     s2_0: Float[Tensor, "*#shape"],  # $s_0^2$, prior scale, from `kriging_variance`, [v²]
     nu0: float = 1.0,  # $\nu_0$, prior degrees of freedom, [1]
-) -> Float[Tensor, "*shape"]:  # $s^2_{post}$, [v²]
+) -> Float[Tensor, "*shape"]:  # $s^2_{\text{post}}$, [v²]
     """The scale $(\\nu_0 s_0^2 + n S)/(\\nu_0 + n - 1)$ of the posterior of σ², equation (11.7) [@gelman2013].
 
     Raises `ValueError` for $n < 1$ (a query that sees no key has no posterior of this form) or $\\nu_0 \\le 0$.
@@ -428,7 +446,7 @@ prove(sp.gammasimp(first / norm) - 1 / scale)
 #
 # The kriging mean has $\operatorname{Var} e = \sigma^2 \sum_j w_j^2 = \sigma^2/n$ (10.7), so its expected precision is
 #
-# $$ \lambda_{obs} = \frac{n}{s^2_{post}} . \tag{11.8} $$
+# $$ \lambda_{\text{obs}} = \frac{n}{s^2_{\text{post}}} . \tag{11.8} $$
 #
 # **Parameter free.** Two constants remain, and the paper has none to tune **[P]**. Our choice **[D]**: $\nu_0 = 1$, a prior worth one observation (a *unit-information* prior [@kass1995]), the least that is proper at $n = 1$
 # and forgotten soonest; and $s_0^2 = \sum_j w_j/\bar\lambda_j$ (10.6), the mean of the variances that the neighbours claim, so that the tracked precision enters as a prior and the scatter may correct it.
@@ -436,7 +454,7 @@ prove(sp.gammasimp(first / norm) - 1 / scale)
 #
 # **Closed form [D].** In $\kappa = 1/n = \sum_j w_j^2$, which a kernel accumulates anyway, the variance of the observation is
 #
-# $$ \frac{1}{\lambda_{obs}} = \frac{\kappa (\nu_0 \kappa s_0^2 + S)}{\nu_0 \kappa + 1 - \kappa} \;\overset{\nu_0 = 1}{=}\; \kappa (\kappa s_0^2 + S) . \tag{11.9} $$
+# $$ \frac{1}{\lambda_{\text{obs}}} = \frac{\kappa (\nu_0 \kappa s_0^2 + S)}{\nu_0 \kappa + 1 - \kappa} \;\overset{\nu_0 = 1}{=}\; \kappa (\kappa s_0^2 + S) . \tag{11.9} $$
 #
 # At $\nu_0 = 1$ nothing is divided: value and gradient are finite at $n = 1$.
 
@@ -449,7 +467,7 @@ prove(1 / lam_obs - closed.subs(kappa, 1 / n_)), prove(closed.subs(nu0, 1) - kap
 # %% [markdown]
 # Reading 1 estimates $\sigma_e^2 = \operatorname{Var} e = \sigma^2/P$ directly. Its restricted log-likelihood is $-\tfrac{T-1}{2}\log\sigma_e^2 - S/(2\sigma_e^2)$, and $s_0^2 = 1/P$ at $\sigma^2 = 1$ is what it claims for that very variance:
 #
-# $$ \frac{1}{\lambda_{obs}} = \frac{\nu_0 s_0^2 + S}{\nu_0 + T - 1} . \tag{11.10} $$
+# $$ \frac{1}{\lambda_{\text{obs}}} = \frac{\nu_0 s_0^2 + S}{\nu_0 + T - 1} . \tag{11.10} $$
 
 # %%
 by_count = (nu0 * s2_0 + S_) / (nu0 + T - 1)
@@ -465,7 +483,7 @@ def observation_variance(
     s2_0: Float[Tensor, "*#shape"],  # $s_0^2$, prior scale, from `kriging_variance`, [v²]
     nu0: float = 1.0,  # $\nu_0$, prior degrees of freedom, [1]
     keys: Float[Tensor, "*#shape"] | None = None,  # $T$, visible keys: read the weights as precisions, (11.10)
-) -> Float[Tensor, "*shape"]:  # $1/\lambda_{obs}$, [v²]
+) -> Float[Tensor, "*shape"]:  # $1/\lambda_{\text{obs}}$, [v²]
     """The variance $\\kappa(\\nu_0 \\kappa s_0^2 + S)/(\\nu_0 \\kappa + 1 - \\kappa)$ of a kriging mean, equation (11.9), without a division at $\\nu_0 = 1$.
 
     Raises `ValueError` for $\\kappa$ outside (0, 1], i.e. for weights that do not sum to one, for $\\nu_0 \\le 0$ or for fewer than one key.
@@ -486,7 +504,15 @@ kappa_hut = w.square().sum(-1, keepdim=True)
 1 / observation_variance(scatter(w, v), kappa_hut, claimed)
 
 # %% [markdown]
-# An observation of 20.46 °C with precision 2.4 °C⁻², a standard deviation of 0.64 °C. All three forms are held to the code, κ drawn in (0.1, 1):
+# An observation of 20.46 °C with precision 2.5 °C⁻², a variance of 0.41 °C². Is that not *less* than the 0.57 °C² claimed, although the thermometers disagree? The claim has two meanings, and (10.6) proved them equal:
+# as $\sum_j w_j/\bar\lambda_j$ it is what *one* neighbour claims on average, and that is the prior of $\sigma^2$ here. It rose to 0.74; averaging $n = 1.8$ neighbours then divides it.
+# As $1/\sum_j \alpha_j\bar\lambda_j$ it is what the *mean* claims, and that is the prior of (11.10), which finds three thermometers in better agreement than the claim:
+
+# %%
+observation_variance(scatter(w, v), kappa_hut, claimed, keys=torch.full_like(kappa_hut, 3))
+
+# %% [markdown]
+# All three forms are held to the code, κ drawn in (0.1, 1):
 
 # %%
 args = (S_, kappa, s2_0)
@@ -500,7 +526,7 @@ assert_same(by_count.subs({nu0: 1, T: T + 1}), (S_, s2_0, T), keys_above_1)
 # %% [markdown]
 # ## Three limits
 #
-# **One neighbour.** $n \to 1$ leaves the claim: $\lambda_{obs} \to 1/s_0^2$, whatever $\nu_0$ (there is no scatter, $S = 0$).
+# **One neighbour.** $n \to 1$ leaves the claim: $\lambda_{\text{obs}} \to 1/s_0^2$, whatever $\nu_0$ (there is no scatter, $S = 0$).
 
 # %%
 prove(sp.limit(lam_obs.subs(S_, 0), n_, 1) - 1 / s2_0)
@@ -512,7 +538,7 @@ torch.testing.assert_close(single, torch.tensor([0.25]))
 torch.autograd.grad(single, one)[0]
 
 # %% [markdown]
-# **Many neighbours.** $n \to \infty$ forgets the prior: $\lambda_{obs}$ approaches $n/s^2_{REML}$.
+# **Many neighbours.** $n \to \infty$ forgets the prior: $\lambda_{\text{obs}}$ approaches $n/s^2_{\text{REML}}$.
 
 # %%
 prove(sp.limit(lam_obs / (n_ / by_reliability), n_, sp.oo) - 1)
@@ -548,7 +574,7 @@ plt.show()
 
 # %% [markdown]
 # Neighbours that disagree more than they claim (orange) first *lower* the precision: a second opinion that contradicts the first is worth less than one opinion nobody checked.
-# Since $n$ grows with the context, so does $\lambda_{obs}$: the gain of chapter 12 follows context length. The paper calls this information geometry **[P]**.
+# Since $n$ grows with the context, so does $\lambda_{\text{obs}}$: the gain of chapter 12 follows context length. The paper calls this information geometry **[P]**.
 #
 # ## How it fails
 
@@ -562,11 +588,11 @@ test_fail(lambda: observation_variance(torch.zeros(1), torch.tensor([2.0]), torc
 test_fail(lambda: observation_variance(torch.zeros(1), torch.ones(1), torch.ones(1), nu0=0.0), contains="nu0 must be positive")
 
 # %% [markdown]
-# A query that sees no key has $\kappa = 0$ and is refused here: what attention does with such rows ("no evidence", $\lambda_{obs} \approx 0$) is decided in chapter 20.
+# A query that sees no key has $\kappa = 0$ and is refused here: what attention does with such rows ("no evidence", $\lambda_{\text{obs}} \approx 0$) is decided in chapter 20.
 #
 # ## Assumptions, and where they break
 #
-# - *One mean and one variance in view.* Keys with different contents disagree for a reason; $S$ counts that as noise, and $\lambda_{obs}$ falls.
+# - *One mean and one variance in view.* Keys with different contents disagree for a reason; $S$ counts that as noise, and $\lambda_{\text{obs}}$ falls.
 # - *Normal values.* (11.3) needs only two moments; the posterior needs normality, and heavy tails make it too sure.
 # - *A fractional number of observations.* For unequal weights the posterior of reading 2 is an approximation. How good? The table counts how often a 90 % credible interval holds the true $\sigma^2$, drawn from the prior itself:
 
@@ -598,29 +624,38 @@ pd.DataFrame([(name, f"{effective_sample_size(x).item():.1f}", f"{coverage(x):.3
 #
 # - The scatter $S = \sum w v^2 - e^2$ is free, never negative and shift-invariant; shift before squaring.
 # - REML divides by the degrees of freedom the fitted mean leaves: $n - 1$ for reliability weights (ours), $T - 1$ for precision weights (an option).
-# - A scaled inverse-$\chi^2$ prior with $\nu_0 = 1$ and $s_0^2 = \sum w/\bar\lambda$ gives $1/\lambda_{obs} = \kappa(\kappa s_0^2 + S)$: no parameter, no division, finite at $n = 1$.
+# - A scaled inverse-$\chi^2$ prior with $\nu_0 = 1$ and $s_0^2 = \sum w/\bar\lambda$ gives $1/\lambda_{\text{obs}} = \kappa(\kappa s_0^2 + S)$: no parameter, no division, finite at $n = 1$.
 #
 # ## Exercises
 #
-# **1.** Which degrees of freedom would match the *variance* of $S$ as well as its mean (Satterthwaite)? Compare with $n - 1$.
+# **1.** Which degrees of freedom would match the *variance* of $S$ as well as its mean [@satterthwaite1946]? Compare with $n - 1$.
 #
 # <details><summary>Answer</summary>
 #
-# A scaled $\chi^2_f$ has $f = 2 (\operatorname{E} S)^2/\operatorname{Var} S$. For normal values this is $(1 - \kappa)^2/(\kappa - 2 \sum w^3 + \kappa^2)$, and $T - 1$ for equal weights:
+# A scaled $\chi^2_\nu$ has $\nu = 2 (\operatorname{E} S)^2/\operatorname{Var} S$. For normal values this is $(1 - \kappa)^2/(\kappa - 2 \sum w^3 + \kappa^2)$, and $T - 1$ for equal weights:
 
 # %%
 freedom = 2 * expect(S.subs(noisy)) ** 2 / (expect(S.subs(noisy) ** 2) - expect(S.subs(noisy)) ** 2)
 satterthwaite = (1 - kappa_3) ** 2 / (kappa_3 - 2 * sum(a**3 for a in ws) + kappa_3**2)
 prove(freedom - satterthwaite), satterthwaite.subs({w1: sp.Rational(1, 3), w2: sp.Rational(1, 3)})
 
+# %% [markdown]
+# The sharper the weights, the further it lies above $n - 1$. The posterior uses the smaller number and is too wide, as the coverage table found:
+
+
 # %%
-x = cases["32 keys, sharpness 1"]
-(1 - (x**2).sum()) ** 2 / ((x**2).sum() - 2 * (x**3).sum() + (x**2).sum() ** 2), effective_sample_size(x) - 1
+def both(x: Tensor) -> tuple[str, str]:  # Satterthwaite's degrees of freedom, n − 1
+    k = x.square().sum()
+    return f"{(1 - k) ** 2 / (k - 2 * (x**3).sum() + k**2):.1f}", f"{1 / k - 1:.1f}"
+
+
+# %%
+pd.DataFrame([(name, *both(x)) for name, x in cases.items()], columns=["weights", "Satterthwaite", "n − 1"])
 
 # %% [markdown]
 # </details>
 #
-# **2.** Show that $s^2_{post}$ is a weighted mean of $s_0^2$ and $s^2_{REML}$. With which weights?
+# **2.** Show that $s^2_{\text{post}}$ is a weighted mean of $s_0^2$ and $s^2_{\text{REML}}$. With which weights?
 #
 # <details><summary>Answer</summary>
 #

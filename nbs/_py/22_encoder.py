@@ -22,15 +22,14 @@
 #| exports
 import math
 from collections.abc import Callable, Iterator
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from bft_nb.attention import observe
-from bft_nb.core import Belief, certain, check_belief
+from bft_nb.attention import check_options, observe
+from bft_nb.core import Belief, certain, check_belief, check_option
 from bft_nb.dynamics import ffn_jacobian, predict, standardise
 from bft_nb.kalman import update
 from bft_nb.layer import Step, normalise, project, reliability
@@ -197,19 +196,19 @@ class BFTEncoderLayer(nn.TransformerEncoderLayer):
         *,
         kriging: bool = True,  # weigh keys by reliability; False: plain attention weights
         kalman: bool = True,  # gain λ_obs/(λ + λ_obs); False: gain one, the plain residual
-        jacobian: Literal["detached", "full", "none"] = "detached",  # J of the network; detached: no gradient through it; none: J = 0
+        jacobian: str = "detached",  # J of the network: "full", "detached" (no gradient through it) or "none" (J = 0)
         process_noise: float = 0.1,  # Q at the start, per feature, ≥ 0 [h²]; 0: none, and not learned
-        resolution: Literal["diagonal", "isotropic"] = "diagonal",  # of λ_obs, chapter 20
-        weights: Literal["reliability", "precision"] = "reliability",  # reading of the weights, chapter 11
+        resolution: str = "diagonal",  # of λ_obs, "diagonal" or "isotropic", chapter 20
+        weights: str = "reliability",  # reading of the weights, "reliability" or "precision", chapter 11
         nu0: float = 1.0,  # ν₀, degrees of freedom of the prior, > 0
         impl: str = "blocked",  # of `observe`
     ):
         if d_model % nhead:
             raise ValueError(f"d_model must be divisible by nhead, got {d_model} and {nhead}")
-        if process_noise < 0 or nu0 <= 0:
-            raise ValueError(f"process_noise must be ≥ 0 and nu0 > 0, got {process_noise} and {nu0}")
-        if jacobian not in ("detached", "full", "none"):
-            raise ValueError(f"jacobian must be 'detached', 'full' or 'none', got {jacobian!r}")
+        if process_noise < 0:
+            raise ValueError(f"process_noise must be ≥ 0, got {process_noise}")
+        check_option("jacobian", jacobian, ("detached", "full", "none"))
+        check_options(resolution, weights, nu0, impl)
         super().__init__(d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps, batch_first, norm_first, bias, device, dtype)
         self.activation_relu_or_gelu = 0  # or torch's own encoder would hand over nested tensors
         self.batch_first = batch_first

@@ -1,0 +1,349 @@
+"""Losses, batches, evaluation, training: determinism, resuming, early stopping."""
+
+import math
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bft_nb.backbones import SASRec
+from bft_nb.interactions import Examples, Sequences, Split, from_lengths
+from bft_nb.ranking import ndcg, ranks
+from bft_nb.training import (
+    IGNORE, LengthBatches, SequenceLoss, TrainingSequences, cross_entropy, draw_negatives, evaluate, fit, pad_rows, parameter_groups,
+    resolve_device, sampled_softmax,
+)  # fmt: skip
+
+close = torch.testing.assert_close
+
+
+def chain_split(users=120, n_items=24, seed=0) -> Split:
+    "Users who walk along a ring of items, mostly one step at a time: learnable in a few epochs."
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(4, 12, users)
+    rows = [(rng.integers(n_items) + np.cumsum(rng.choice([1, 1, 1, 2], length))) % n_items + 1 for length in lengths]
+    train, test = (from_lengths(lengths - cut, np.concatenate([row[: len(row) - cut] for row in rows])) for cut in (2, 1))
+    who = np.arange(users, dtype=np.int32)
+    valid_targets, test_targets = (np.array([row[-cut] for row in rows], dtype=np.int32) for cut in (2, 1))
+    return Split("leave_one_out", "ring", n_items, who, train, Examples(who, train, valid_targets), Examples(who, test, test_targets), hash=f"ring{seed}")
+
+
+def small(split, seed=0, **kw):
+    torch.manual_seed(seed)
+    return SASRec(split.n_items, **dict(max_length=10, d=16, dropout=0.2) | kw)
+
+
+QUICK = dict(device="cpu", batch_size=32, negatives=16, lr=5e-3, eval_batch_size=64)
+
+
+@pytest.fixture(scope="module")
+def split():
+    return chain_split()
+
+
+def weights(model):
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def assert_equal(a, b):
+    assert a.keys() == b.keys()
+    for name in a:
+        close(a[name], b[name], atol=0, rtol=0)
+
+
+def without_seconds(history):
+    return [{k: v for k, v in row.items() if k != "seconds"} for row in history]
+
+
+# ---- losses ------------------------------------------------------------------------------------------------------
+
+
+def test_cross_entropy_by_definition():
+    h, w = torch.randn(5, 4), torch.randn(8, 4)
+    y = torch.tensor([1, 7, 3, 3, 2])
+    scores = h @ w.T
+    want = torch.stack([scores[i, 1:].exp().sum().log() - scores[i, y[i]] for i in range(5)])
+    close(cross_entropy(h, y, w), want)
+
+
+def test_sampled_softmax_with_every_other_item_is_the_full_one():
+    h, w = torch.randn(3, 4), torch.randn(8, 4)
+    for target in range(1, 8):
+        y = torch.full((3,), target)
+        others = torch.tensor([i for i in range(1, 8) if i != target])
+        close(sampled_softmax(h, y, w, others), cross_entropy(h, y, w))
+        close(sampled_softmax(h, y, w, torch.arange(1, 8)), cross_entropy(h, y, w))  # its own copy is masked
+        close(sampled_softmax(h, y, w, others.repeat(3)), cross_entropy(h, y, w))  # the correction makes the number drop out
+
+
+def test_sampled_denominator_is_unbiased():
+    torch.manual_seed(0)
+    h, w, y = torch.randn(2, 4), torch.randn(30, 4) * 0.5, torch.tensor([5, 9])
+    scores = h @ w.T
+    own = scores.gather(1, y[:, None]).squeeze(1)
+    want = scores[:, 1:].exp().sum(1) - own.exp()
+    draws = torch.stack([(sampled_softmax(h, y, w, draw_negatives(29, 64)).exp() - 1) * own.exp() for _ in range(2000)])
+    error = draws.std(0) / math.sqrt(2000)
+    assert bool(((draws.mean(0) - want).abs() < 4 * error).all())
+
+
+def test_a_target_is_never_its_own_negative():
+    h, w, y = torch.randn(2, 4), torch.randn(6, 4, requires_grad=True), torch.tensor([2, 3])
+    loss = sampled_softmax(h, y, w, torch.tensor([2, 2, 2]))
+    assert loss[0].item() == 0 and loss[1].item() > 0
+    (grad,) = torch.autograd.grad(loss[0], w)
+    assert float(grad.abs().max()) == 0
+
+
+def test_padding_is_no_negative_and_no_class():
+    assert int(draw_negatives(5, 10_000).min()) == 1 and int(draw_negatives(5, 10_000).max()) == 5
+    w = torch.randn(6, 4, requires_grad=True)
+    cross_entropy(torch.randn(2, 4), torch.tensor([1, 5]), w).sum().backward()
+    assert float(w.grad[0].abs().max()) == 0
+
+
+@pytest.mark.parametrize("negatives", [None, 8])
+def test_loss_covers_all_positions_and_weighs_targets_alike(split, negatives):
+    model = small(split).eval()
+    data = TrainingSequences(split.train, 10)
+    batch = data.__getitems__(list(range(6)))
+    torch.manual_seed(0)
+    whole = SequenceLoss(model, negatives, 1.0)(model(batch["items"]), batch["labels"])
+    assert int((batch["labels"] != IGNORE).sum()) == int(data.lengths[:6].sum())
+    if negatives is None:
+        parts = sum(SequenceLoss(model, None, 1.0)(model(b["items"]), b["labels"]) for b in (data.__getitems__([i]) for i in range(6)))
+        close(whole, parts, atol=1e-4, rtol=1e-5)
+
+
+# ---- batches -----------------------------------------------------------------------------------------------------
+
+
+def test_training_rows_shift_by_one_and_keep_the_most_recent():
+    sequences = Sequences(np.array([0, 1, 4, 10]), np.array([9, 1, 2, 3, 11, 12, 13, 14, 15, 16], dtype=np.int32))
+    data = TrainingSequences(sequences, max_length=4)
+    assert len(data) == 2 and data.lengths.tolist() == [2, 4]  # one item has nothing to predict
+    batch = data.__getitems__([0, 1])
+    assert batch["items"].tolist() == [[1, 2, 0, 0], [12, 13, 14, 15]]
+    assert batch["labels"].tolist() == [[2, 3, IGNORE, IGNORE], [13, 14, 15, 16]]
+    assert data[0]["items"].tolist() == [1, 2]
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=8), st.integers(1, 5))
+def test_pad_rows(lengths, max_length):
+    sequences = from_lengths(np.array(lengths), np.arange(1, sum(lengths) + 1))
+    got = pad_rows(sequences.offsets, sequences.items, np.arange(len(lengths)), max_length)
+    for u, row in enumerate(got):
+        want = sequences[u][-max_length:] if lengths[u] else np.array([], dtype=int)
+        assert row[: len(want)].tolist() == want.tolist() and not row[len(want) :].any()
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 400), st.integers(1, 64), st.integers(0, 5), st.integers(0, 3))
+def test_every_sequence_once_an_epoch(n, batch_size, seed, epoch):
+    lengths = np.random.default_rng(0).integers(1, 50, n)
+    batches = LengthBatches(lengths, batch_size, seed, pool=3)
+    batches.set_epoch(epoch)
+    drawn = list(batches)
+    assert sorted(i for b in drawn for i in b) == list(range(n))
+    assert len(drawn) == len(batches) and max(map(len, drawn)) <= batch_size
+    assert list(batches) == drawn
+
+
+def test_batches_are_seeded_differ_by_epoch_and_hold_like_lengths():
+    lengths = np.random.default_rng(0).integers(1, 50, 5000)
+    a, b = LengthBatches(lengths, 64, seed=1), LengthBatches(lengths, 64, seed=1)
+    assert list(a) == list(b)
+    b.set_epoch(1)
+    assert list(a) != list(b) and list(a) != list(LengthBatches(lengths, 64, seed=2))
+    filled = sum(lengths[i].sum() for i in a) / sum(len(i) * lengths[i].max() for i in a)
+    assert filled > 0.9
+
+
+# ---- evaluation --------------------------------------------------------------------------------------------------
+
+
+def test_evaluate_is_the_rank_of_each_user_alone(split):
+    model = small(split).eval()
+    got = evaluate(model, split.test, batch_size=17)
+    assert got.dtype == torch.int64 and got.shape == (120,)
+    for u in range(0, 120, 7):
+        history = torch.from_numpy(split.test.histories[u].astype(np.int64))
+        with torch.no_grad():
+            scores = model.scores(model.last(history[-10:][None]))
+        assert int(got[u]) == int(ranks(scores, torch.tensor([int(split.test.targets[u])]), history[None]))
+    close(got, evaluate(model, split.test, batch_size=120))
+    assert not torch.equal(got, evaluate(model, split.test, filter_seen=False))
+
+
+def test_evaluate_leaves_the_model_in_its_mode(split):
+    model = small(split).train()
+    evaluate(model, split.valid)
+    assert model.training
+
+
+def test_evaluate_refuses_a_broken_model(split):
+    model = small(split)
+    with torch.no_grad():
+        model.item_embedding.weight[3, 0] = math.nan
+    with pytest.raises(ValueError, match="scores must be finite"):
+        evaluate(model, split.valid)
+
+
+def test_histories_longer_than_the_model_are_cut_but_seen_in_full():
+    model = small(SimpleNamespace(n_items=24), max_length=3).eval()
+    history = from_lengths(np.array([5, 2]), np.array([1, 2, 3, 4, 5, 6, 7]))
+    examples = Examples(np.arange(2), history, np.array([10, 11]))
+    with torch.no_grad():
+        scores = model.scores(model.last(torch.tensor([[3, 4, 5]])))
+    want = ranks(scores, torch.tensor([10]), torch.tensor([[1, 2, 3, 4, 5]]))
+    close(evaluate(model, examples)[:1], want)
+
+
+# ---- training ----------------------------------------------------------------------------------------------------
+
+
+def test_training_learns_and_restores_the_best_epoch(split, tmp_path):
+    model = small(split)
+    result = fit(model, split, epochs=12, patience=12, out_dir=tmp_path / "run", **QUICK)
+    assert [row["epoch"] for row in result.history] == list(range(1, 13))
+    best = max(row["ndcg@10"] for row in result.history)
+    assert best > 0.5 > result.history[0]["ndcg@10"] - 0.1
+    assert result.history[result.best_epoch - 1]["ndcg@10"] == best
+    assert float(ndcg(evaluate(model, split.valid)).mean()) == pytest.approx(best)
+    assert result.history[-1]["loss"] < result.history[0]["loss"]
+    assert_equal(weights(SASRec.from_pretrained(tmp_path / "run" / "model")), weights(model))
+
+
+def test_one_seed_one_result_and_another_seed_another(split):
+    results = []
+    for seed in (0, 0, 1):
+        model = small(split)
+        results.append((without_seconds(fit(model, split, seed=seed, epochs=2, **QUICK).history), weights(model)))
+    assert results[0][0] == results[1][0] != results[2][0]
+    assert_equal(results[0][1], results[1][1])
+
+
+def test_early_stopping(split):
+    model = small(split)
+    result = fit(model, split, epochs=40, patience=2, **QUICK | dict(lr=0.05))
+    assert len(result.history) == result.best_epoch + 2 < 40
+
+
+KILLED = """
+import os, sys
+sys.path.insert(0, {tests!r})
+from test_training import QUICK, chain_split, fit, small
+from transformers import TrainerCallback
+import bft_nb._trainer as t
+class Kill(t.Progress):
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == {step}: os._exit(9)
+t.Progress = Kill
+split = chain_split()
+fit(small(split), split, epochs=5, patience=9, out_dir={out!r}, progress=True, **QUICK)
+"""
+
+
+@pytest.mark.parametrize("step", [2, 10, 12])
+def test_a_killed_run_ends_where_an_uninterrupted_one_does(split, tmp_path, step):
+    script = KILLED.format(tests=os.path.dirname(__file__), step=step, out=str(tmp_path / "killed"))
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 9, done.stderr[-2000:]
+    whole, resumed = small(split), small(split, seed=5)
+    if step == 2:  # nothing was saved yet: the second call starts afresh, from its own first weights
+        resumed = small(split)
+    want = fit(whole, split, epochs=5, patience=9, **QUICK)
+    got = fit(resumed, split, epochs=5, patience=9, out_dir=tmp_path / "killed", **QUICK)
+    assert without_seconds(got.history) == without_seconds(want.history)
+    assert_equal(weights(resumed), weights(whole))
+    again = small(split, seed=7)  # a finished run is not trained again
+    assert fit(again, split, epochs=5, patience=9, out_dir=tmp_path / "killed", **QUICK) == got
+    assert_equal(weights(again), weights(whole))
+
+
+def test_a_half_written_checkpoint_is_dropped(split, tmp_path):
+    half = tmp_path / "checkpoint-99"
+    half.mkdir()
+    (half / "model.safetensors").write_bytes(b"half")
+    result = fit(small(split), split, epochs=1, out_dir=tmp_path, **QUICK)
+    assert len(result.history) == 1 and not half.exists()
+
+
+def test_an_out_dir_belongs_to_one_run(split, tmp_path):
+    fit(small(split), split, epochs=1, out_dir=tmp_path, **QUICK)
+    with pytest.raises(ValueError, match="other settings"):
+        fit(small(split), split, epochs=1, out_dir=tmp_path, **QUICK | dict(lr=1e-4))
+    with pytest.raises(ValueError, match="other settings"):
+        fit(small(split), chain_split(seed=1), epochs=1, out_dir=tmp_path, **QUICK)
+    with pytest.raises(ValueError, match="other settings"):
+        fit(small(split, d=8), split, epochs=1, out_dir=tmp_path, **QUICK)
+
+
+@pytest.mark.parametrize("negatives", [None, 16])
+def test_full_and_sampled_and_bfloat16(split, negatives):
+    result = fit(small(split), split, epochs=3, **QUICK | dict(negatives=negatives, dtype="bfloat16"))
+    assert result.history[-1]["loss"] < result.history[0]["loss"]
+
+
+def test_diverged_training_says_so(split):
+    model = small(split)
+    with torch.no_grad():
+        model.position_embedding.weight[0, 0] = math.nan
+    with pytest.raises(FloatingPointError, match="loss"):
+        fit(model, split, epochs=1, **QUICK)
+
+
+def test_parameter_groups_of_a_plain_model(split):
+    model = small(split)
+    (group,) = parameter_groups(model, 1e-3, 1e-2, 0.1)
+    assert len(group["params"]) == len(list(model.parameters())) and group["lr"] == 1e-3 and group["weight_decay"] == 0.1
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(epochs=0), "epochs must be at least 1, got 0"),
+        (dict(batch_size=0), "batch_size"),
+        (dict(negatives=0), "negatives"),
+        (dict(patience=0), "patience"),
+        (dict(lr=0.0), "lr must be positive"),
+        (dict(precision_lr=-1.0), "precision_lr must be positive"),
+        (dict(dtype="float16"), "bfloat16"),
+        (dict(device="tpu"), "device must be"),
+    ],
+)
+def test_bad_arguments(split, change, message):
+    with pytest.raises(ValueError, match=message):
+        fit(small(split), split, **QUICK | change)
+
+
+def test_bad_split(split):
+    empty = SimpleNamespace(train=from_lengths(np.array([1, 1]), np.array([1, 2])), valid=split.valid, n_items=24, hash="")
+    with pytest.raises(ValueError, match="two or more"):
+        fit(small(split), empty, **QUICK)
+    with pytest.raises(ValueError, match="n_items"):
+        fit(small(SimpleNamespace(n_items=9)), split, **QUICK)
+
+
+def test_devices():
+    assert resolve_device("cpu").type == "cpu"
+    assert resolve_device("auto").type in ("cpu", "cuda", "mps")
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="not available"):
+            resolve_device("cuda")
+
+
+def test_progress_shows_the_loss(split, capsys):
+    fit(small(split), split, epochs=1, progress=True, **QUICK)
+    captured = capsys.readouterr()
+    assert "loss=" in captured.err and "valid ndcg@10=" in captured.err
+    fit(small(split), split, epochs=1, **QUICK)
+    captured = capsys.readouterr()
+    assert captured.err == captured.out == ""
