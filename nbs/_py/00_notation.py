@@ -36,7 +36,7 @@ from torch import Tensor
 # | kriging weight | share of a sensor in the fused measurement | attention weight corrected by precision | $w_{tj}$ | `w` | [1] |
 # | sample | sensor reading | value vector of a key | $v_j$ | `v` | [v] |
 # | kriging estimate | innovation: what the measurement adds | output of self-attention | $e_t$ | `e` | [v] |
-# | kriging variance | claimed measurement variance | none | $s_0^2$ | `s2_0` | [v²] |
+# | kriging variance | claimed measurement variance | none | $s_0^2$ | `s2_0` | [h²], read as [v²] |
 # | weighted sum of squares | scatter of the sensors | none | $S$ | `S` | [v²] |
 # | effective number of samples | effective number of sensors | how many keys attention looks at | $n$, $\kappa = 1/n$ | `n_eff`, `kappa` | [1] |
 # | inverse of the estimated kriging variance | measurement precision | none | $\lambda_{\text{obs}}$ | `lam_obs` | [v⁻²] |
@@ -45,7 +45,7 @@ from torch import Tensor
 # | none | dynamics, linearised | feed-forward branch, diagonal of its Jacobian | $J$ | `jac` | [1] |
 # | none | process noise | none | $Q$ | `q` | [h²] |
 # | none | prediction, forecast | residual connection around the feed-forward network | $h'' = h' + f(h')$ | `predict` | [h] |
-# | prior variance | initial precision | precision of an embedding | $\tau$ | `tau` | [h⁻²] |
+# | inverse prior variance | initial precision | precision of an embedding | $\tau$ | `tau` | [h⁻²] |
 #
 # The column of the transformer says "none" where an ordinary transformer assumes $\lambda \equiv 1$ and $K \equiv 1$: it is the degenerate case of the filter **[P]**.
 #
@@ -123,7 +123,7 @@ isinstance(w, Float[Tensor, "b h t j"]), isinstance(w, Float[Tensor, "b t d"])
 # | $\operatorname{E}$ or $E$, $\operatorname{Var}$, $\operatorname{Cov}$ | expectation, variance, covariance | | 10 | common |
 # | $\eta$ | Lagrange multiplier of the constraint $\sum_j w_j = 1$ | [v²] | 10 | common |
 # | $\delta_j$ | change of a weight | [1] | 10 | [D] |
-# | $s_0^2$ | variance that the tracked precision claims, $\sum_j w_j/\bar\lambda_j$; scale of the prior in 11 | [v²] | 10 | [D] |
+# | $s_0^2$ | variance that the tracked precision claims, $\sum_j w_j/\bar\lambda_j$; scale of the prior in 11 | [h²], read as [v²] | 10 | [D] |
 # | $n$, $n_t$ | effective sample size, $1/\sum_j w_j^2$ | [1] | 10 | [P] |
 # | $\kappa$ | $1/n = \sum_j w_j^2$ | [1] | 10 | [D] |
 # | $C$, $c$, $\mathbf 1$ | covariance matrix of the neighbours, covariance with the target, vector of ones | [v²], [v²], [1] | 10 | common |

@@ -448,9 +448,9 @@ prove(sp.gammasimp(first / norm) - 1 / scale)
 #
 # $$ \lambda_{\text{obs}} = \frac{n}{s^2_{\text{post}}} . \tag{11.8} $$
 #
-# **Parameter free.** Two constants remain, and the paper has none to tune **[P]**. Our choice **[D]**: $\nu_0 = 1$, a prior worth one observation (a *unit-information* prior [@kass1995]), the least that is proper at $n = 1$
-# and forgotten soonest; and $s_0^2 = \sum_j w_j/\bar\lambda_j$ (10.6), the mean of the variances that the neighbours claim, so that the tracked precision enters as a prior and the scatter may correct it.
-# Alternatives: $\nu_0 \to 0$ (Jeffreys) has no answer at $n = 1$; $\nu_0 \to \infty$ believes the claims and ignores the scatter; a learned $\nu_0$ per layer is possible and is a parameter.
+# **Parameter free.** Two constants remain, and the paper has none to tune **[P]**. Our choice **[D]**: $\nu_0 = 1$, a prior worth one observation (a *unit-information* prior [@kass1995]): it decides while there is one neighbour, is outvoted by a few,
+# and is the one value for which the division below disappears; and $s_0^2 = \sum_j w_j/\bar\lambda_j$ (10.6), the mean of the variances that the neighbours claim, so that the tracked precision enters as a prior and the scatter may correct it. (It comes in [h²] and is read as [v²]; see the assumptions.)
+# Alternatives: $\nu_0 = 0$ (Jeffreys) has no answer at $n = 1$; $\nu_0 \to \infty$ believes the claims and ignores the scatter; a learned $\nu_0$ per layer is possible and is a parameter.
 #
 # **Closed form [D].** In $\kappa = 1/n = \sum_j w_j^2$, which a kernel accumulates anyway, the variance of the observation is
 #
