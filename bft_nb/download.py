@@ -61,10 +61,10 @@ def written(path: Path) -> Iterator[Path]:
         part.unlink(missing_ok=True)
 
 
-def check_md5(path: Path, md5: str | None) -> None:
+def check_md5(path: Path, md5: str | None, name: str = "") -> None:
     "Raise `DownloadError` naming both sums unless the file has this MD5 (`None`: the publisher states none)."
     if md5 and (got := md5_of(path)) != md5:
-        raise DownloadError(f"wrong checksum for {path.name}: got md5 {got}, the publisher states {md5}")
+        raise DownloadError(f"wrong checksum for {name or path.name}: got md5 {got}, the publisher states {md5}")
 
 
 def _stream(url: str, part: Path, progress: bool, timeout: float) -> None:
@@ -76,7 +76,7 @@ def _stream(url: str, part: Path, progress: bool, timeout: float) -> None:
             while block := answer.read(CHUNK):
                 out.write(block)
                 bar.update(len(block))
-        if size and bar.n != size: raise DownloadError(f"truncated: {bar.n} of {size} bytes of {url}")
+        if size and out.tell() != size: raise DownloadError(f"truncated: {out.tell()} of {size} bytes of {url}")
 
 
 def fetch(source: Source, folder: Path, progress: bool = True, timeout: float = 60.0) -> Path:
@@ -95,7 +95,7 @@ def fetch(source: Source, folder: Path, progress: bool = True, timeout: float = 
     try:
         with written(path) as part:
             _stream(source.url, part, progress, timeout)
-            check_md5(part, source.md5)
+            check_md5(part, source.md5, source.filename)
     except (OSError, http.client.HTTPException) as e:
         raise DownloadError(f"could not download {source.url}: {getattr(e, 'reason', e)}") from e
     return path

@@ -4,6 +4,7 @@ import gzip
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from datetime import UTC, datetime
 from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
@@ -12,7 +13,7 @@ from bft_nb.download import DownloadError, member
 
 
 class Event(NamedTuple):
-    "One interaction with the publisher's own ids; time in seconds since 1970 (Yelp: the digits of its date)."
+    "One interaction with the publisher's own ids; time in seconds since 1970."
 
     user: str | int
     item: str | int
@@ -64,30 +65,28 @@ def amazon_2018(paths: Sequence[Path]) -> list[Event]:
 
 def _ratings(archive: Path, name: str, separator: str) -> list[Event]:
     with member(archive, name) as f: rows = [line.decode("latin-1").rstrip("\r\n").split(separator) for line in f]
-    return [Event(int(user), int(item), int(time)) for user, item, _, time in rows]
+    return sorted((Event(int(user), int(item), int(time)) for user, item, _, time in rows), key=lambda e: e.user)
 
 
 def movielens_1m(paths: Sequence[Path]) -> list[Event]:
-    "MovieLens 1M, `ml-1m.zip`: every rating of ratings.dat, in file order."
+    "MovieLens 1M, `ml-1m.zip`: every rating of ratings.dat, users by id, each in file order."
     return _ratings(paths[0], "ml-1m/ratings.dat", "::")
 
 
 def movielens_100k(paths: Sequence[Path]) -> list[Event]:
-    "MovieLens 100K, `ml-100k.zip`: every rating of u.data, in file order."
+    "MovieLens 100K, `ml-100k.zip`: every rating of u.data, users by id, each in file order."
     return _ratings(paths[0], "ml-100k/u.data", "\t")
 
 
 def yelp_2019(paths: Sequence[Path]) -> list[Event]:
     "Yelp Open Dataset, `yelp_academic_dataset_review.json`: reviews of 2019, all stars, iterative 5-core; repeats stay."
     rows = (r for r in json_lines(paths[0]) if "2019-01-01 00:00:00" <= r["date"] <= "2019-12-31 00:00:00")
-    seconds = lambda date: int(_epoch(date))
     return k_core([Event(r["user_id"], r["business_id"], seconds(r["date"])) for r in rows])
 
 
-def _epoch(date: str) -> float:
-    from datetime import UTC, datetime
-
-    return datetime.strptime(date, "%Y-%m-%d %H:%M:%S").replace(tzinfo=UTC).timestamp()
+def seconds(date: str) -> int:
+    "Seconds since 1970 of YYYY-MM-DD hh:mm:ss, read as UTC."
+    return int(datetime.strptime(date, "%Y-%m-%d %H:%M:%S").replace(tzinfo=UTC).timestamp())
 
 
 def by_user(events: Sequence[Event]) -> dict[str, list]:

@@ -31,12 +31,12 @@ from .world import World, make_world
 class Sequences:
     "Lists of items, one for each user, in one flat array (compressed rows)."
 
-    offsets: Int64[np.ndarray, " users+1"]  # user u owns items[offsets[u] : offsets[u + 1]]
+    offsets: Int64[np.ndarray, " bounds"]  # user u owns items[offsets[u] : offsets[u + 1]]
     items: Int32[np.ndarray, " events"]  # 1 … n_items
 
     def __len__(self) -> int: return len(self.offsets) - 1
 
-    def __getitem__(self, user: int) -> Int32[np.ndarray, " length"]:
+    def __getitem__(self, user: int | np.integer) -> Int32[np.ndarray, " length"]:
         "The items of one user, in order; `IndexError` outside 0 … len − 1."
         if not 0 <= user < len(self): raise IndexError(f"user {user} is not in 0 … {len(self) - 1}")
         return self.items[self.offsets[user] : self.offsets[user + 1]]
@@ -405,7 +405,7 @@ def global_time(
 ) -> Split:
     "Split at two moments; users without history or without a next event ask nothing. `ValueError` without times or where a part is empty."
     start, stop = cut_times(data, quantiles)
-    past = take(data.sequences, data.times < start)
+    past = take(data.sequences, np.asarray(data.times) < start)
     users = np.flatnonzero(past.lengths > 0)
     valid, test = next_after(data, start, stop), next_after(data, stop, None)
     if not len(valid) or not len(test): raise ValueError(f"no user has events on both sides of {start} and {stop}: choose other quantiles than {quantiles}")
@@ -415,7 +415,7 @@ def global_time(
 # %% ../nbs/30_interactions.ipynb #bd9b3da5
 def item_counts(
     split: Split,
-) -> Int64[np.ndarray, " n+1"]:  # row 0 (padding) is 0
+) -> Int64[np.ndarray, " padded"]:  # row 0 (padding) is 0
     "How often each item occurs in the training sequences."
     return np.bincount(split.train.items, minlength=split.n_items + 1).astype(np.int64)
 
@@ -423,13 +423,13 @@ def item_counts(
 class Strata(NamedTuple):
     "Items grouped by popularity, rarest first."
 
-    stratum: Int8[np.ndarray, " n+1"]  # of each item, 0 … n − 1; −1 for padding
-    edges: Int64[np.ndarray, " n-1"]  # largest count of each stratum but the last
+    stratum: Int8[np.ndarray, " padded"]  # of each item, 0 … n − 1; −1 for padding
+    edges: Int64[np.ndarray, " cuts"]  # largest count of each stratum but the last
     sizes: Int64[np.ndarray, " n"]  # items in each stratum
 
 # %% ../nbs/30_interactions.ipynb #424b9ad3
 def popularity_strata(
-    counts: Int[np.ndarray, " n+1"],  # from `item_counts`
+    counts: Int[np.ndarray, " padded"],  # from `item_counts`
     n: int = 4,  # strata
 ) -> Strata:
     "Cut items at quantiles of their counts, equal counts together; `ValueError` unless n ≥ 1."

@@ -7,6 +7,7 @@ __all__ = ['prove', 'torch_fn', 'random_points', 'assert_same']
 
 # %% ../nbs/02_symbolic.ipynb #5db2e1ef
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import sympy as sp
 import torch
@@ -49,7 +50,7 @@ def assert_same(
     expr: sp.Expr,  # the derived formula
     args: Sequence[sp.Symbol],  # its symbols, in the order of `fn`
     fn: Callable[..., Tensor],  # the library's implementation
-    **draw: float,  # `n`, `lo`, `hi`, `seed` of `random_points`
+    **draw: Any,  # `n`, `lo`, `hi`, `seed` of `random_points`
 ) -> float:  # largest absolute difference of the values
     "Raise `AssertionError` unless `fn` and `expr` agree, with their first derivatives, at random positive points."
     xs = random_points(len(args), **draw)

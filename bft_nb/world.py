@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['zipf', 'signal_probability', 'habits', 'with_stationary', 'cluster_share', 'World', 'choose', 'draw_clusters',
            'emission', 'draw_items', 'draw_truth', 'check_sizes', 'make_world', 'filter_clusters', 'next_item', 'Rate',
-           'rate', 'bayes_ceiling', 'popularity_floor']
+           'rate', 'bayes_ceiling', 'popularity_floor', 'equal_reliability', 'ladder']
 
 # %% ../nbs/29_world.ipynb #3836f678
 from typing import NamedTuple
@@ -61,9 +61,9 @@ def with_stationary(
 
 # %% ../nbs/29_world.ipynb #3ebe36be
 def cluster_share(
-    popularity: Float[np.ndarray, " n+1"],  # $p_i$
-    reliability: Float[np.ndarray, " n+1"],  # $\rho_i$
-    item_cluster: Int[np.ndarray, " n+1"],  # cluster of each item, −1 for padding
+    popularity: Float[np.ndarray, " padded"],  # $p_i$
+    reliability: Float[np.ndarray, " padded"],  # $\rho_i$
+    item_cluster: Int[np.ndarray, " padded"],  # cluster of each item, −1 for padding
     n_clusters: int,  # c
 ) -> Float[np.ndarray, " c"]:  # μ, sums to 1
     "How much of all signal each cluster carries, equation 29.4."
@@ -77,9 +77,9 @@ class World(NamedTuple):
     items: Int[np.ndarray, "users events"]  # item of every event, 1 … n_items, in order
     signal: Int[np.ndarray, "users events"]  # 1 where the event was signal, 0 where noise
     clusters: Int[np.ndarray, "users events"]  # the user's cluster at that event, 0 … n_clusters − 1
-    popularity: Float[np.ndarray, " n+1"]  # $p_i$, row 0 is 0
-    reliability: Float[np.ndarray, " n+1"]  # $\rho_i$ in (0, 1), row 0 is 0
-    item_cluster: Int[np.ndarray, " n+1"]  # cluster of each item, row 0 is −1
+    popularity: Float[np.ndarray, " padded"]  # $p_i$, row 0 is 0
+    reliability: Float[np.ndarray, " padded"]  # $\rho_i$ in (0, 1), row 0 is 0
+    item_cluster: Int[np.ndarray, " padded"]  # cluster of each item, row 0 is −1
     user_signal: Float[np.ndarray, " users"]  # $\pi_u$ in (0, 1); the user's noise level is 1 − π_u
     transition: Float[np.ndarray, "c c"]  # $A$
 
@@ -122,11 +122,11 @@ def draw_clusters(
 
 # %% ../nbs/29_world.ipynb #cffd75cb
 def emission(
-    popularity: Float[np.ndarray, " n+1"],  # $p_i$
-    reliability: Float[np.ndarray, " n+1"],  # $\rho_i$
-    item_cluster: Int[np.ndarray, " n+1"],  # cluster of each item
+    popularity: Float[np.ndarray, " padded"],  # $p_i$
+    reliability: Float[np.ndarray, " padded"],  # $\rho_i$
+    item_cluster: Int[np.ndarray, " padded"],  # cluster of each item
     n_clusters: int,  # c
-) -> Float[np.ndarray, "c+1 n+1"]:  # row z: P(i | signal, cluster z); last row: P(i | noise)
+) -> Float[np.ndarray, "emitters padded"]:  # row z: P(i | signal, cluster z); last row: P(i | noise)
     "Where events land, equation 29.2 within each cluster; each row sums to 1 and padding has probability 0."
     rows = (item_cluster == np.arange(n_clusters)[:, None]) * (popularity * reliability)
     rows = np.vstack([rows, popularity * (1 - reliability)])
@@ -136,7 +136,7 @@ def emission(
 def draw_items(
     clusters: Int[np.ndarray, "users events"],  # where each user is
     user_signal: Float[np.ndarray, " users"],  # $\pi_u$
-    emit: Float[np.ndarray, "c+1 n+1"],  # from `emission`
+    emit: Float[np.ndarray, "emitters padded"],  # from `emission`
     rng: np.random.Generator,
 ) -> tuple[Int[np.ndarray, "users events"], Int[np.ndarray, "users events"]]:  # items, signal
     "Signal or noise for every event, then an item from the cluster or from everywhere."
@@ -153,14 +153,16 @@ def draw_truth(
     n_items: int,  # n
     n_clusters: int,  # c
     heterogeneity: float,  # 0 … 1
+    two_kinds: bool,  # two values of ρ instead of an even spread
     exponent: float,  # of Zipf's law
     rng: np.random.Generator,
-) -> tuple[Float[np.ndarray, " n+1"], Float[np.ndarray, " n+1"], Int[np.ndarray, " n+1"]]:  # $p$, $\rho$, cluster
+) -> tuple[Float[np.ndarray, " padded"], Float[np.ndarray, " padded"], Int[np.ndarray, " padded"]]:  # $p$, $\rho$, cluster
     "Popularity, reliability and cluster of each item, independent of each other."
     rank, spread, place = (np.argsort(rng.random(n_items)) for _ in range(3))
-    reliability = 0.5 + 0.9 * heterogeneity * ((spread + 0.5) / n_items - 0.5)
-    columns = zipf(n_items, exponent)[rank], reliability, place % n_clusters
-    return tuple(np.concatenate([[pad], column]) for pad, column in zip((0.0, 0.0, -1), columns, strict=True))
+    level = (spread + 0.5) / n_items - 0.5
+    reliability = 0.5 + 0.9 * heterogeneity * (np.where(level < 0, -0.5, 0.5) if two_kinds else level)
+    pad = lambda value, column: np.concatenate([[value], column])
+    return pad(0.0, zipf(n_items, exponent)[rank]), pad(0.0, reliability), pad(-1, place % n_clusters)
 
 # %% ../nbs/29_world.ipynb #c10737bd
 def check_sizes(
@@ -185,6 +187,7 @@ def make_world(
     n_users: int = 600,
     n_events: int = 20,  # events per user
     heterogeneity: float = 1.0,  # spread of the items' reliability, 0 (all equal) … 1
+    two_kinds: bool = False,  # reliability takes two values instead of an even spread
     user_spread: float = 0.5,  # spread of the users' signal share, 0 (all equal) … 1
     exponent: float = 0.8,  # of Zipf's law
     stay: float = 0.5,  # probability that a user stays in a cluster
@@ -196,7 +199,7 @@ def make_world(
     """
     check_sizes(n_items, n_clusters, n_users, n_events, heterogeneity, user_spread)
     rng = np.random.default_rng(seed)
-    truth = draw_truth(n_items, n_clusters, heterogeneity, exponent, rng)
+    truth = draw_truth(n_items, n_clusters, heterogeneity, two_kinds, exponent, rng)
     mean = float(truth[0] @ truth[1])
     user_signal = mean + user_spread * (2 * rng.random(n_users) - 1) * min(mean, 1 - mean)
     mu = cluster_share(*truth, n_clusters)
@@ -209,7 +212,7 @@ def make_world(
 def filter_clusters(
     history: Int[np.ndarray, "m events"],  # items in order, 0 is padding on either side
     user_signal: Float[np.ndarray, " m"],  # $\pi_u$
-    emit: Float[np.ndarray, "c+1 n+1"],  # from `emission`
+    emit: Float[np.ndarray, "emitters padded"],  # from `emission`
     transition: Float[np.ndarray, "c c"],  # $A$
     stationary: Float[np.ndarray, " c"],  # μ, the belief before the first event
 ) -> Float[np.ndarray, "m c"]:  # belief about the cluster of the next event
@@ -226,8 +229,8 @@ def filter_clusters(
 def next_item(
     belief: Float[np.ndarray, "m c"],  # about the cluster of the next event
     user_signal: Float[np.ndarray, " m"],  # $\pi_u$
-    emit: Float[np.ndarray, "c+1 n+1"],  # from `emission`
-) -> Float[np.ndarray, "m n+1"]:  # probabilities, each row sums to 1
+    emit: Float[np.ndarray, "emitters padded"],  # from `emission`
+) -> Float[np.ndarray, "m padded"]:  # probabilities, each row sums to 1
     "The probability of every item at the next event."
     return user_signal[:, None] * (belief @ emit[:-1]) + (1 - user_signal)[:, None] * emit[-1]
 
@@ -246,7 +249,7 @@ class Rate(NamedTuple):
 
 # %% ../nbs/29_world.ipynb #fb6cfdbc
 def rate(
-    scores: Float[np.ndarray, "m n+1"],  # larger is better; column 0 (padding) is not ranked
+    scores: Float[np.ndarray, "m padded"],  # larger is better; column 0 (padding) is not ranked
     targets: Int[np.ndarray, " m"],  # 1 … n
     k: int = 10,
 ) -> Rate:
@@ -255,21 +258,25 @@ def rate(
     own = np.take_along_axis(scores, targets[:, None], 1)
     rest = scores[:, 1:]
     rank = (rest > own).sum(1) + ((rest == own).sum(1) - 1) / 2
-    hit = rank < k
+    hit = rank <= k - 1
     return Rate(float(hit.mean()), float((hit / np.log2(rank + 2)).mean()), len(targets))
 
 # %% ../nbs/29_world.ipynb #01bef54f
 def bayes_ceiling(
     world: World,
     k: int = 10,
-    reliability: Float[np.ndarray, " n+1"] | None = None,  # believed ρ; None: the true one
+    filter_with: Float[np.ndarray, " padded"] | None = None,  # ρ believed when weighing the history; None: the true one
+    predict_with: Float[np.ndarray, " padded"] | None = None,  # ρ believed when ranking the next item; None: the true one
     know_users: bool = True,  # whether π_u is known; False: everyone has the mean
 ) -> Rate:  # of the last event given all before
     "What the exact Bayesian filter reaches at the last event of each user: no model can be expected to do better."
-    emit = emission(world.popularity, world.reliability if reliability is None else reliability, world.item_cluster, len(world.transition))
+    emits = [
+        emission(world.popularity, world.reliability if rho is None else rho, world.item_cluster, len(world.transition))
+        for rho in (filter_with, predict_with)
+    ]
     user_signal = world.user_signal if know_users else np.full(len(world.items), world.mean_signal)
-    belief = filter_clusters(world.items[:, :-1], user_signal, emit, world.transition, world.stationary)
-    return rate(next_item(belief, user_signal, emit), world.items[:, -1], k)
+    belief = filter_clusters(world.items[:, :-1], user_signal, emits[0], world.transition, world.stationary)
+    return rate(next_item(belief, user_signal, emits[1]), world.items[:, -1], k)
 
 # %% ../nbs/29_world.ipynb #5ff10201
 def popularity_floor(
@@ -278,3 +285,24 @@ def popularity_floor(
 ) -> Rate:  # of the last event
     "What the true popularity alone reaches, the same ranking for everyone: no model may do worse."
     return rate(np.tile(world.popularity, (len(world.items), 1)), world.items[:, -1], k)
+
+# %% ../nbs/29_world.ipynb #57203975
+def equal_reliability(
+    world: World,
+) -> Float[np.ndarray, " padded"]:  # $\bar\pi$ for every item, row 0 is 0
+    "The belief of somebody who does not track precision: every item is as reliable as the average event."
+    return np.where(np.arange(world.n_items + 1) > 0, world.mean_signal, 0.0)
+
+# %% ../nbs/29_world.ipynb #e49b73fa
+def ladder(
+    world: World,
+    k: int = 10,
+) -> dict[str, Rate]:  # from the floor to the ceiling
+    "Floor, ceiling, and what each use of the reliability adds; the third step is all that weighing the history can add."
+    equal = equal_reliability(world)
+    return {
+        "popularity": popularity_floor(world, k),
+        "filter, ρ unknown": bayes_ceiling(world, k, equal, equal),
+        "ρ known to the prediction": bayes_ceiling(world, k, equal),
+        "ρ known to the filter too": bayes_ceiling(world, k),
+    }

@@ -20,6 +20,7 @@
 
 # %%
 #| exports
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -121,6 +122,26 @@ def check_belief(
 # %%
 test_fail(lambda: check_belief(Belief(torch.zeros(2), torch.ones(3))), contains="(2,) and (3,)")
 check_belief(thermometers)
+
+# %% [markdown]
+# Options are words, and a wrong word is answered with the right ones:
+
+
+# %%
+#| exports
+def check_option(
+    name: str,  # of the argument
+    value: str,  # what was given
+    allowed: Iterable[str],  # what may be given
+) -> None:
+    "Raise `ValueError` unless `value` is one of the allowed words."
+    allowed = list(allowed)
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+
+
+# %%
+test_fail(lambda: check_option("impl", "fused", ["explicit", "blocked"]), contains="'explicit', 'blocked', got 'fused'")
 
 # %% [markdown]
 # ## Summary

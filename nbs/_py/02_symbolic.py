@@ -22,6 +22,7 @@
 # %%
 #| exports
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import sympy as sp
 import torch
@@ -104,7 +105,7 @@ def assert_same(
     expr: sp.Expr,  # the derived formula
     args: Sequence[sp.Symbol],  # its symbols, in the order of `fn`
     fn: Callable[..., Tensor],  # the library's implementation
-    **draw: float,  # `n`, `lo`, `hi`, `seed` of `random_points`
+    **draw: Any,  # `n`, `lo`, `hi`, `seed` of `random_points`
 ) -> float:  # largest absolute difference of the values
     "Raise `AssertionError` unless `fn` and `expr` agree, with their first derivatives, at random positive points."
     xs = random_points(len(args), **draw)

@@ -29,9 +29,8 @@ from jaxtyping import Float, Int
 # %%
 import matplotlib.pyplot as plt
 import sympy as sp
-import torch
 from fastcore.test import test_fail
-from bft_nb.figures import COLOUR, use_style
+from bft_nb.figures import COLOUR, band, use_style
 from bft_nb.symbolic import assert_same, prove
 
 # %%
@@ -182,9 +181,9 @@ np.abs(mu @ A - mu).max() < 1e-12
 # %%
 #| exports
 def cluster_share(
-    popularity: Float[np.ndarray, " n+1"],  # $p_i$
-    reliability: Float[np.ndarray, " n+1"],  # $\rho_i$
-    item_cluster: Int[np.ndarray, " n+1"],  # cluster of each item, −1 for padding
+    popularity: Float[np.ndarray, " padded"],  # $p_i$
+    reliability: Float[np.ndarray, " padded"],  # $\rho_i$
+    item_cluster: Int[np.ndarray, " padded"],  # cluster of each item, −1 for padding
     n_clusters: int,  # c
 ) -> Float[np.ndarray, " c"]:  # μ, sums to 1
     "How much of all signal each cluster carries, equation 29.4."
@@ -199,7 +198,7 @@ cluster_share(np.array([0, 0.5, 0.25, 0.25]), np.array([0, 0.9, 0.5, 0.2]), np.a
 # %% [markdown]
 # ## The world
 #
-# Everything that is true in it, as plain arrays. Items are numbered from 1, and 0 is padding in every table of the book, so tables indexed by item have $n+1$ rows.
+# Everything that is true in it, as plain arrays. Items are numbered from 1, and 0 is padding in every table of the book, so tables indexed by item have $n+1$ rows (axis `padded`).
 
 # %%
 #| exports
@@ -209,9 +208,9 @@ class World(NamedTuple):
     items: Int[np.ndarray, "users events"]  # item of every event, 1 … n_items, in order
     signal: Int[np.ndarray, "users events"]  # 1 where the event was signal, 0 where noise
     clusters: Int[np.ndarray, "users events"]  # the user's cluster at that event, 0 … n_clusters − 1
-    popularity: Float[np.ndarray, " n+1"]  # $p_i$, row 0 is 0
-    reliability: Float[np.ndarray, " n+1"]  # $\rho_i$ in (0, 1), row 0 is 0
-    item_cluster: Int[np.ndarray, " n+1"]  # cluster of each item, row 0 is −1
+    popularity: Float[np.ndarray, " padded"]  # $p_i$, row 0 is 0
+    reliability: Float[np.ndarray, " padded"]  # $\rho_i$ in (0, 1), row 0 is 0
+    item_cluster: Int[np.ndarray, " padded"]  # cluster of each item, row 0 is −1
     user_signal: Float[np.ndarray, " users"]  # $\pi_u$ in (0, 1); the user's noise level is 1 − π_u
     transition: Float[np.ndarray, "c c"]  # $A$
 
@@ -270,11 +269,11 @@ def draw_clusters(
 # %%
 #| exports
 def emission(
-    popularity: Float[np.ndarray, " n+1"],  # $p_i$
-    reliability: Float[np.ndarray, " n+1"],  # $\rho_i$
-    item_cluster: Int[np.ndarray, " n+1"],  # cluster of each item
+    popularity: Float[np.ndarray, " padded"],  # $p_i$
+    reliability: Float[np.ndarray, " padded"],  # $\rho_i$
+    item_cluster: Int[np.ndarray, " padded"],  # cluster of each item
     n_clusters: int,  # c
-) -> Float[np.ndarray, "c+1 n+1"]:  # row z: P(i | signal, cluster z); last row: P(i | noise)
+) -> Float[np.ndarray, "emitters padded"]:  # row z: P(i | signal, cluster z); last row: P(i | noise)
     "Where events land, equation 29.2 within each cluster; each row sums to 1 and padding has probability 0."
     rows = (item_cluster == np.arange(n_clusters)[:, None]) * (popularity * reliability)
     rows = np.vstack([rows, popularity * (1 - reliability)])
@@ -286,7 +285,7 @@ def emission(
 def draw_items(
     clusters: Int[np.ndarray, "users events"],  # where each user is
     user_signal: Float[np.ndarray, " users"],  # $\pi_u$
-    emit: Float[np.ndarray, "c+1 n+1"],  # from `emission`
+    emit: Float[np.ndarray, "emitters padded"],  # from `emission`
     rng: np.random.Generator,
 ) -> tuple[Int[np.ndarray, "users events"], Int[np.ndarray, "users events"]]:  # items, signal
     "Signal or noise for every event, then an item from the cluster or from everywhere."
@@ -300,8 +299,8 @@ def draw_items(
 
 
 # %% [markdown]
-# `heterogeneity` spreads the reliabilities: 0 makes every item equally reliable, so there is nothing for a precision to learn; 1 spreads them over (0.05, 0.95). Reliability is
-# independent of popularity, so counting items cannot find it. `user_spread` does the same for users.
+# `heterogeneity` spreads the reliabilities around one half: 0 makes every item equally reliable, so there is nothing for a precision to learn; 1 spreads them evenly over (0.05, 0.95),
+# or, with `two_kinds`, makes half of the items 0.05 and half 0.95. Reliability is independent of popularity, so counting items cannot find it. `user_spread` does the same for users.
 
 
 # %%
@@ -310,14 +309,16 @@ def draw_truth(
     n_items: int,  # n
     n_clusters: int,  # c
     heterogeneity: float,  # 0 … 1
+    two_kinds: bool,  # two values of ρ instead of an even spread
     exponent: float,  # of Zipf's law
     rng: np.random.Generator,
-) -> tuple[Float[np.ndarray, " n+1"], Float[np.ndarray, " n+1"], Int[np.ndarray, " n+1"]]:  # $p$, $\rho$, cluster
+) -> tuple[Float[np.ndarray, " padded"], Float[np.ndarray, " padded"], Int[np.ndarray, " padded"]]:  # $p$, $\rho$, cluster
     "Popularity, reliability and cluster of each item, independent of each other."
     rank, spread, place = (np.argsort(rng.random(n_items)) for _ in range(3))
-    reliability = 0.5 + 0.9 * heterogeneity * ((spread + 0.5) / n_items - 0.5)
-    columns = zipf(n_items, exponent)[rank], reliability, place % n_clusters
-    return tuple(np.concatenate([[pad], column]) for pad, column in zip((0.0, 0.0, -1), columns, strict=True))
+    level = (spread + 0.5) / n_items - 0.5
+    reliability = 0.5 + 0.9 * heterogeneity * (np.where(level < 0, -0.5, 0.5) if two_kinds else level)
+    pad = lambda value, column: np.concatenate([[value], column])
+    return pad(0.0, zipf(n_items, exponent)[rank]), pad(0.0, reliability), pad(-1, place % n_clusters)
 
 
 # %%
@@ -351,6 +352,7 @@ def make_world(
     n_users: int = 600,
     n_events: int = 20,  # events per user
     heterogeneity: float = 1.0,  # spread of the items' reliability, 0 (all equal) … 1
+    two_kinds: bool = False,  # reliability takes two values instead of an even spread
     user_spread: float = 0.5,  # spread of the users' signal share, 0 (all equal) … 1
     exponent: float = 0.8,  # of Zipf's law
     stay: float = 0.5,  # probability that a user stays in a cluster
@@ -362,7 +364,7 @@ def make_world(
     """
     check_sizes(n_items, n_clusters, n_users, n_events, heterogeneity, user_spread)
     rng = np.random.default_rng(seed)
-    truth = draw_truth(n_items, n_clusters, heterogeneity, exponent, rng)
+    truth = draw_truth(n_items, n_clusters, heterogeneity, two_kinds, exponent, rng)
     mean = float(truth[0] @ truth[1])
     user_signal = mean + user_spread * (2 * rng.random(n_users) - 1) * min(mean, 1 - mean)
     mu = cluster_share(*truth, n_clusters)
@@ -397,7 +399,7 @@ assert abs(z_seen.mean()) < 0.5 and 0.8 < z_seen.std() < 2.0
 
 # %%
 #| label: fig-reliability
-#| fig-cap: "The share of signal among an item's appearances is its reliability, for frequent and rare items alike (band: ± 2 standard errors of the rarest item)."
+#| fig-cap: "The share of signal among an item's appearances is its reliability, for frequent and rare items alike (band: ± 2 standard errors of the rarest item, 20,000 users)."
 #| code-fold: true
 fig, ax = plt.subplots()
 grid = np.linspace(0.02, 0.98, 50)
@@ -425,7 +427,7 @@ plt.show()
 def filter_clusters(
     history: Int[np.ndarray, "m events"],  # items in order, 0 is padding on either side
     user_signal: Float[np.ndarray, " m"],  # $\pi_u$
-    emit: Float[np.ndarray, "c+1 n+1"],  # from `emission`
+    emit: Float[np.ndarray, "emitters padded"],  # from `emission`
     transition: Float[np.ndarray, "c c"],  # $A$
     stationary: Float[np.ndarray, " c"],  # μ, the belief before the first event
 ) -> Float[np.ndarray, "m c"]:  # belief about the cluster of the next event
@@ -455,8 +457,8 @@ np.abs(belief - world.stationary).sum(1).round(2)
 def next_item(
     belief: Float[np.ndarray, "m c"],  # about the cluster of the next event
     user_signal: Float[np.ndarray, " m"],  # $\pi_u$
-    emit: Float[np.ndarray, "c+1 n+1"],  # from `emission`
-) -> Float[np.ndarray, "m n+1"]:  # probabilities, each row sums to 1
+    emit: Float[np.ndarray, "emitters padded"],  # from `emission`
+) -> Float[np.ndarray, "m padded"]:  # probabilities, each row sums to 1
     "The probability of every item at the next event."
     return user_signal[:, None] * (belief @ emit[:-1]) + (1 - user_signal)[:, None] * emit[-1]
 
@@ -469,7 +471,7 @@ probability.shape
 # %% [markdown]
 # ## Ceiling and floor
 #
-# Hit rate at $k$: the share of users whose last item is among the $k$ most probable. Ties take their average rank, so a constant predictor scores $k/n$ and no more.
+# Hit rate at $k$: the share of users whose last item is among the $k$ most probable. Ties take their average rank, so a constant predictor never profits from them.
 
 
 # %%
@@ -490,7 +492,7 @@ class Rate(NamedTuple):
 # %%
 #| exports
 def rate(
-    scores: Float[np.ndarray, "m n+1"],  # larger is better; column 0 (padding) is not ranked
+    scores: Float[np.ndarray, "m padded"],  # larger is better; column 0 (padding) is not ranked
     targets: Int[np.ndarray, " m"],  # 1 … n
     k: int = 10,
 ) -> Rate:
@@ -499,7 +501,7 @@ def rate(
     own = np.take_along_axis(scores, targets[:, None], 1)
     rest = scores[:, 1:]
     rank = (rest > own).sum(1) + ((rest == own).sum(1) - 1) / 2
-    hit = rank < k
+    hit = rank <= k - 1
     return Rate(float(hit.mean()), float((hit / np.log2(rank + 2)).mean()), len(targets))
 
 
@@ -508,8 +510,8 @@ rate(np.array([[9.0, 3.0, 2.0, 1.0]]), np.array([2]), k=1), rate(np.array([[9.0,
 
 
 # %% [markdown]
-# The ceiling knows everything but the future. Handing the filter a *believed* reliability instead of the true one shows what knowing $\rho$ is worth: with all items believed
-# equally reliable, it is the best predictor that does not track precision.
+# The ceiling knows everything but the future. Reliability enters it twice: it weighs the history (29.5), which is what a tracked precision can do, and it says which item a purposeful user
+# picks next (29.2), which any output embedding can learn. So each may be handed a *believed* reliability instead of the true one.
 
 
 # %%
@@ -517,14 +519,18 @@ rate(np.array([[9.0, 3.0, 2.0, 1.0]]), np.array([2]), k=1), rate(np.array([[9.0,
 def bayes_ceiling(
     world: World,
     k: int = 10,
-    reliability: Float[np.ndarray, " n+1"] | None = None,  # believed ρ; None: the true one
+    filter_with: Float[np.ndarray, " padded"] | None = None,  # ρ believed when weighing the history; None: the true one
+    predict_with: Float[np.ndarray, " padded"] | None = None,  # ρ believed when ranking the next item; None: the true one
     know_users: bool = True,  # whether π_u is known; False: everyone has the mean
 ) -> Rate:  # of the last event given all before
     "What the exact Bayesian filter reaches at the last event of each user: no model can be expected to do better."
-    emit = emission(world.popularity, world.reliability if reliability is None else reliability, world.item_cluster, len(world.transition))
+    emits = [
+        emission(world.popularity, world.reliability if rho is None else rho, world.item_cluster, len(world.transition))
+        for rho in (filter_with, predict_with)
+    ]
     user_signal = world.user_signal if know_users else np.full(len(world.items), world.mean_signal)
-    belief = filter_clusters(world.items[:, :-1], user_signal, emit, world.transition, world.stationary)
-    return rate(next_item(belief, user_signal, emit), world.items[:, -1], k)
+    belief = filter_clusters(world.items[:, :-1], user_signal, emits[0], world.transition, world.stationary)
+    return rate(next_item(belief, user_signal, emits[1]), world.items[:, -1], k)
 
 
 # %%
@@ -538,15 +544,105 @@ def popularity_floor(
 
 
 # %%
-equal = np.where(world.reliability > 0, big.mean_signal, 0.0)
-ladder = {
-    "popularity": popularity_floor(big),
-    "filter, items believed equal": bayes_ceiling(big, reliability=equal),
-    "filter, true ρ, users believed equal": bayes_ceiling(big, know_users=False),
-    "filter, true ρ and users": bayes_ceiling(big),
-}
-{name: (round(r.hr, 4), round(r.ndcg, 4)) for name, r in ladder.items()}
+#| exports
+def equal_reliability(
+    world: World,
+) -> Float[np.ndarray, " padded"]:  # $\bar\pi$ for every item, row 0 is 0
+    "The belief of somebody who does not track precision: every item is as reliable as the average event."
+    return np.where(np.arange(world.n_items + 1) > 0, world.mean_signal, 0.0)
+
 
 # %%
-hr = [r.hr for r in ladder.values()]
-assert hr[0] < hr[1] < hr[3] and hr[2] < hr[3] + 2 * ladder["popularity"].standard_error
+#| exports
+def ladder(
+    world: World,
+    k: int = 10,
+) -> dict[str, Rate]:  # from the floor to the ceiling
+    "Floor, ceiling, and what each use of the reliability adds; the third step is all that weighing the history can add."
+    equal = equal_reliability(world)
+    return {
+        "popularity": popularity_floor(world, k),
+        "filter, ρ unknown": bayes_ceiling(world, k, equal, equal),
+        "ρ known to the prediction": bayes_ceiling(world, k, equal),
+        "ρ known to the filter too": bayes_ceiling(world, k),
+    }
+
+
+# %%
+{name: (round(r.hr, 4), round(r.ndcg, 4)) for name, r in ladder(big).items()}
+
+# %% [markdown]
+# The last step is small here: one or two parts in a hundred. The even spread has few items that nearly always mislead, and a transition that forgets half of the past each step repairs most mistakes.
+# With two kinds of items the last step is several times larger. So equal accuracy with and without a tracked precision refutes nothing in the first world, and the second is the one in which an advantage must show.
+# Even there it need not: attention may learn to look away from a misleading item without any precision.
+
+# %%
+def filter_gain(h, two, seed):
+    r = ladder(make_world(n_users=5_000, heterogeneity=h, two_kinds=two, seed=seed))
+    return 100 * (r["ρ known to the filter too"].ndcg / r["ρ known to the prediction"].ndcg - 1)
+
+
+levels = np.array([0.0, 0.5, 1.0])
+gain = {two: np.array([[filter_gain(h, two, seed) for seed in range(4)] for h in levels]) for two in (False, True)}
+{two: g.mean(1).round(1) + 0.0 for two, g in gain.items()}
+
+# %%
+assert abs(gain[True][0]).max() < 1e-6 and gain[True][2].mean() > gain[False][2].mean() > 0
+
+# %%
+#| label: fig-ladder
+#| fig-cap: "What knowing each item's reliability adds to the best possible ranking, through the weighing of the history alone, grows with heterogeneity (band: ± 2 standard errors over 4 worlds of 5,000 users)."
+#| code-fold: true
+fig, ax = plt.subplots()
+for two, role, label in ((True, "posterior", "two kinds of items"), (False, "baseline", "evenly spread")):
+    band(ax, levels, gain[two].mean(1), 2 * gain[two].std(1, ddof=1) / 2, role, label)
+ax.axhline(0, color=COLOUR["prior"], linestyle=":")
+ax.set(xlabel="heterogeneity of the reliability", ylabel="gain in NDCG@10 [%]")
+ax.legend(loc="upper left")
+plt.show()
+
+# %% [markdown]
+# ## Bad input
+
+# %%
+test_fail(lambda: make_world(n_events=2), contains="at least 3")
+test_fail(lambda: rate(np.array([[0.0, np.nan]]), np.array([1])), contains="finite")
+
+# %% [markdown]
+# A constant predictor is no better than chance, whatever $k$:
+
+# %%
+constant = np.zeros((200, 201))
+[rate(constant, np.arange(1, 201), k).hr for k in (1, 10, 100, 101)]
+
+# %% [markdown]
+# All items tie at rank 100.5, so none is a hit before $k$ passes half of the catalogue.
+#
+# ## Assumptions, and where they break
+#
+# - Users choose items from a cluster independently of what they have chosen there before, so repeats are common. Shops differ.
+# - Reliability belongs to the item alone. A present for one reader is a habit of another; equation 29.3 lets users differ only in their overall share.
+# - The ceiling holds on average over users: on a few hundred of them luck can exceed it. Read it with its standard error.
+#
+# ## Summary
+#
+# - Each item's appearance is signal with a known probability $\rho_i$, whatever its popularity: proved and counted.
+# - The forward filter gives the best possible ranking, popularity the least acceptable one.
+# - What a tracked precision can add is the last step of the ladder; it vanishes without heterogeneity.
+#
+# ## Exercises
+#
+# **1.** What does the filter do at an item that is pure noise, $\rho_i \to 0$?
+#
+# <details><summary>Answer</summary>
+#
+# Its likelihood is the same for every cluster, so the belief is only propagated:
+
+# %%
+flat = np.where(np.arange(201) == 7, 1e-12, world.reliability)
+emit_flat = emission(world.popularity, flat, world.item_cluster, 20)
+start = filter_clusters(np.array([[7]]), np.array([0.5]), emit_flat, world.transition, world.stationary)
+np.abs(start - world.stationary @ world.transition).max() < 1e-9
+
+# %% [markdown]
+# </details>

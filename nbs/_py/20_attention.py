@@ -1,0 +1,531 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: python3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Attention observes
+#
+# > One function, `observe`, turns queries, keys, values and reliabilities into a belief about what each token saw.
+
+# %%
+#| default_exp attention
+
+# %% [markdown]
+# **So far** Part I gave every piece for one neighbourhood: kriging weights (chapter 10), the observation precision they earn (chapter 11).
+# **Now** all neighbourhoods of a sequence are computed at once, as self-attention.
+# **Why** a chapter of its own: written down naively, the weights are a $T\times T$ table per head, and so are their squares. The same numbers can be had in memory that grows with $T$, not $T^2$, and this chapter climbs there on a ladder: the explicit form first, because it can be read; then the blocked form, held to the explicit one in value and gradient.
+
+# %%
+#| exports
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from bft_nb.core import check_option
+from bft_nb.kalman import at_least_float32
+from bft_nb.kriging import kriging_mean, kriging_variance, kriging_weights
+from bft_nb.reml import observation_variance, scatter
+
+# %%
+import matplotlib.pyplot as plt
+from fastcore.test import test_fail
+
+from bft_nb.figures import COLOUR, band, use_style
+
+# %%
+use_style()
+
+# %% [markdown]
+# ## The smallest case
+#
+# Three tokens look at three tokens. Relevance is equal (all queries are zero), but the second token is unreliable: its mean precision $\bar\lambda$ is a tenth of the others'.
+
+# %%
+q = torch.zeros(1, 1, 3, 2)
+k = torch.randn(1, 1, 3, 2, generator=torch.Generator().manual_seed(0))
+v = torch.tensor([[[[1.0, 0.0], [9.0, 0.0], [1.0, 0.0]]]])
+lam_bar = torch.tensor([[1.0, 0.1, 1.0]])
+
+# %% [markdown]
+# Plain attention averages the three values and gets $11/3$. Kriging weighs them by reliability:
+
+# %%
+w = kriging_weights(q @ k.mT, lam_bar[:, None])
+w[0, 0, 0], kriging_mean(w, v)[0, 0, 0]
+
+# %% [markdown]
+# ## Which keys may be seen
+#
+# A mask follows torch's `scaled_dot_product_attention`: boolean, `True` where a query may look at a key, of any shape that broadcasts to $(b, h, t, j)$; `is_causal` adds the lower triangle. Padding is a real mask: chapter 10 showed that a tiny precision is not one.
+# The number of visible keys is needed twice: for rows that see nothing, and for the precision-weights reading of chapter 11. It never needs a $T\times T$ table unless the mask is one.
+
+
+# %%
+#| exports
+def visible_keys(
+    mask: Bool[Tensor, "#b #h #t j"] | None,  # True where a query may look at a key
+    is_causal: bool,  # query t sees keys j ≤ t only
+    queries: int,  # T
+    keys: int,  # J
+) -> Int[Tensor, "#b #h t"] | None:  # None: every query sees every key
+    "How many keys each query may look at."
+    if mask is None:
+        return torch.arange(1, queries + 1)[None, None] if is_causal else None
+    if not is_causal:
+        return mask.sum(-1).expand(*mask.shape[:2], queries)
+    if mask.shape[-2] == 1:
+        return mask.squeeze(-2).cumsum(-1)
+    return mask.tril().sum(-1)
+
+
+# %%
+padded = torch.tensor([[False, True, True]])[:, None, None, :]
+visible_keys(padded, True, 3, 3)
+
+# %% [markdown]
+# The first query of this left-padded sequence sees no key at all. What does attention observe there? Nothing, and "nothing" has a precise form in this book: an observation of precision (almost) zero, which the Kalman update then ignores.
+
+# %%
+#| exports
+NO_EVIDENCE = 1e30  # variance of an observation that saw no key: finite, so that gradients stay finite
+
+
+# %% [markdown]
+# ## First rung: explicit weights
+#
+# Everything chapters 10 and 11 need from the weights are four moments per query:
+#
+# $$e_t = \sum_j w_{tj} v_j,\qquad S_t = \sum_j w_{tj} v_j^2 - e_t^2,\qquad s^2_{0,t} = \sum_j \frac{w_{tj}}{\bar\lambda_j},\qquad \kappa_t = \sum_j w_{tj}^2 . \tag{20.1}$$
+
+# %%
+#| exports
+class Moments(NamedTuple):
+    "What one pass over the kriging weights yields, equation (20.1)."
+
+    e: Float[Tensor, "b h t k"]  # kriging mean, [v]
+    scatter: Float[Tensor, "b h t r"]  # S, [v²]; r = k (diagonal) or 1 (isotropic)
+    s2_0: Float[Tensor, "b h t"]  # variance the tracked precision claims, [v²]
+    kappa: Float[Tensor, "b h t"]  # 1/n_eff, in (0, 1]
+
+
+# %% [markdown]
+# $S$ comes in two resolutions. `diagonal` keeps one per value dimension; `isotropic` keeps their mean, one number per head, for models whose width makes the first too dear.
+
+# %%
+#| exports
+def moments_explicit(q, k, v, lam_bar, mask, bias, is_causal: bool, diagonal: bool) -> Moments:
+    "Equation (20.1) with every weight in memory: the oracle, and the version to read."
+    logits = q @ k.mT
+    if bias is not None:
+        logits = logits + bias
+    if is_causal:
+        triangle = torch.ones(logits.shape[-2:], dtype=torch.bool, device=q.device).tril()
+        mask = triangle if mask is None else mask & triangle
+    w = kriging_weights(logits, lam_bar, mask)
+    s = scatter(w, v, shift=v.new_zeros(1, 1))
+    return Moments(kriging_mean(w, v), s if diagonal else s.mean(-1, keepdim=True), kriging_variance(w, lam_bar), w.square().sum(-1))
+
+
+# %%
+tiny = moments_explicit(q, k, v, lam_bar[:, None], None, None, False, True)
+tiny.e[0, 0, 0], tiny.scatter[0, 0, 0], tiny.s2_0[0, 0, 0], 1 / tiny.kappa[0, 0, 0]
+
+# %% [markdown]
+# The effective sample size is 2.2 of three keys: the unreliable token hardly counts.
+#
+# ## Second rung: blocks, and recomputing
+#
+# Three observations remove the table.
+#
+# 1. *The moments are one matrix product.* Append $v^2$ and $1/\bar\lambda$ to the values, $V^+ = [v,\, v^2,\, 1/\bar\lambda]$: then $w V^+$ holds $e$, $\sum w v^2$ and $s_0^2$. Likewise $\log\bar\lambda$ is one more column of the keys, seen by a constant 1 in the queries.
+# 2. *A block of queries needs only its own rows of $w$.* Rows are computed, used and dropped.
+# 3. *The backward pass can compute them again.* With $G^+$ the gradient of the loss by $wV^+$ and $g_\kappa$ by $\kappa$, the gradient by the logits $\ell$ is
+#
+# $$\frac{\partial L}{\partial \ell_{tj}} = w_{tj}\Big( \underbrace{G^+_t \cdot V^+_j + 2 g_{\kappa,t}\, w_{tj}}_{\partial L/\partial w_{tj}} - c_t\Big),\qquad c_t = G^+_t\cdot (wV^+)_t + 2 g_{\kappa,t}\,\kappa_t . \tag{20.2}$$
+#
+# The proof is the softmax Jacobian, here for three keys and a loss that depends on $w$ through one moment and through $\kappa$:
+
+# %%
+import sympy as sp
+
+from bft_nb.symbolic import prove
+
+# %%
+l1, l2, l3, u1, u2, u3, g, gk = sp.symbols("l1:4 u1:4 g g_kappa", real=True)
+total = sum(sp.exp(x) for x in (l1, l2, l3))
+W = [sp.exp(x) / total for x in (l1, l2, l3)]
+moment, kappa = sum(a * b for a, b in zip(W, (u1, u2, u3))), sum(a**2 for a in W)
+
+# %%
+c = g * moment + 2 * gk * kappa
+claimed = W[0] * (g * u1 + 2 * gk * W[0] - c)
+prove(sp.diff(g * moment + gk * kappa, l1) - claimed)
+
+# %% [markdown]
+# Now the code, in the same letters. One helper computes the rows of a block, forward and backward use it:
+
+# %%
+#| exports
+HIDDEN = -1e30  # logit of a key that must not be seen: finite, so that a row without keys stays finite
+
+
+# %%
+#| exports
+def _rows(q, k, mask, bias, is_causal: bool, lo: int, hi: int) -> Tensor:
+    "Kriging weights of queries lo…hi; causal blocks stop at key hi."
+    keys = hi if is_causal else k.shape[-2]
+    logits = q[..., lo:hi, :] @ k[..., :keys, :].mT
+    if bias is not None:
+        logits += bias[..., lo if bias.shape[-2] > 1 else 0 : hi, :keys]
+    if mask is not None:
+        logits.masked_fill_(~mask[..., lo if mask.shape[-2] > 1 else 0 : hi, :keys], HIDDEN)
+    if is_causal:
+        upper = torch.ones(hi - lo, hi - lo, dtype=torch.bool, device=q.device).triu_(1)
+        logits[..., lo:].masked_fill_(upper, HIDDEN)
+    return torch.softmax(logits, -1)
+
+
+# %%
+#| exports
+class _BlockedMoments(torch.autograd.Function):
+    "w V⁺ and κ = Σ w² block by block, recomputed in the backward pass: memory linear in the length. First order only."
+
+    @staticmethod
+    def forward(ctx, q, k, values, mask, bias, is_causal: bool, block: int):
+        out, kappa = q.new_empty(*q.shape[:-1], values.shape[-1]), q.new_empty(q.shape[:-1])
+        for lo in range(0, q.shape[-2], block):
+            w = _rows(q, k, mask, bias, is_causal, lo, hi := min(lo + block, q.shape[-2]))
+            out[..., lo:hi, :] = w @ values[..., : w.shape[-1], :]
+            kappa[..., lo:hi] = torch.linalg.vector_norm(w, dim=-1).square_()
+        ctx.save_for_backward(q, k, values, mask, bias, out, kappa)
+        ctx.is_causal, ctx.block = is_causal, block
+        return out, kappa
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, g_out, g_kappa):
+        q, k, values, mask, bias, out, kappa = ctx.saved_tensors
+        dq, dk, dvalues = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(values)
+        twice = 2 * g_kappa.unsqueeze(-1)
+        c = (g_out * out).sum(-1, keepdim=True) + twice * kappa.unsqueeze(-1)
+        with torch.autocast(q.device.type, enabled=False):
+            for lo in range(0, q.shape[-2], ctx.block):
+                w = _rows(q, k, mask, bias, ctx.is_causal, lo, hi := min(lo + ctx.block, q.shape[-2]))
+                j = w.shape[-1]
+                dw = g_out[..., lo:hi, :] @ values[..., :j, :].mT
+                dlogits = dw.addcmul_(w, twice[..., lo:hi, :]).sub_(c[..., lo:hi, :]).mul_(w)  # (20.2)
+                dvalues[..., :j, :] += w.mT @ g_out[..., lo:hi, :]
+                dk[..., :j, :] += dlogits.mT @ q[..., lo:hi, :]
+                dq[..., lo:hi, :] = dlogits @ k[..., :j, :]
+        return dq, dk, dvalues, None, None, None, None
+
+
+# %%
+#| exports
+BLOCK = 64  # queries per block: 64 × 2048 weights of one head are half a megabyte, and stay in cache
+
+
+# %%
+#| exports
+def moments_blocked(q, k, v, lam_bar, mask, bias, is_causal: bool, diagonal: bool, block: int = BLOCK) -> Moments:
+    "Equation (20.1) without a T × T table: equal to `moments_explicit` up to rounding."
+    ones, reliability = torch.ones_like(q[..., :1]), lam_bar.unsqueeze(-1).expand(*k.shape[:-1], 1)
+    second = v.square() if diagonal else v.square().mean(-1, keepdim=True)
+    values = torch.cat([v, second, reliability.reciprocal()], -1)
+    out, kappa = _BlockedMoments.apply(
+        torch.cat([q, ones], -1), torch.cat([k, reliability.log()], -1), values, mask, bias, is_causal, block
+    )
+    e, second, s2_0 = out.split([v.shape[-1], second.shape[-1], 1], -1)
+    square = e.square() if diagonal else e.square().mean(-1, keepdim=True)
+    return Moments(e, (second - square).clamp_min(0), s2_0.squeeze(-1), kappa)
+
+
+# %%
+blocked = moments_blocked(q, k, v, lam_bar[:, None], None, None, False, True)
+for got, want in zip(blocked, tiny): torch.testing.assert_close(got, want)
+
+# %% [markdown]
+# ## `observe`
+#
+# The public function checks its input, works in float32 or wider whatever the input's dtype, gathers the moments by whichever rung is asked for, and closes with the posterior of chapter 11. Rungs live in one table, so that a fused kernel is one more entry.
+
+# %%
+#| exports
+class Observation(NamedTuple):
+    "A belief about what a query saw, per head, and from how many keys."
+
+    mean: Float[Tensor, "b h t k"]  # e, [v]
+    precision: Float[Tensor, "b h t r"]  # λ_obs, [v⁻²]; r = k (diagonal) or 1 (isotropic)
+    n_eff: Float[Tensor, "b h t"]  # Kish's effective sample size, in [1, visible keys]; 0 where no key is visible
+
+
+# %%
+#| exports
+IMPLEMENTATIONS: dict[str, Callable[..., Moments]] = {"explicit": moments_explicit, "blocked": moments_blocked}
+
+
+# %%
+#| exports
+def check_options(
+    resolution: str,  # "diagonal" or "isotropic"
+    weights: str,  # "reliability" or "precision"
+    nu0: float,  # > 0
+    impl: str,  # a key of `IMPLEMENTATIONS`
+) -> None:
+    "Raise `ValueError` for an option of `observe` that is not one."
+    check_option("resolution", resolution, ("diagonal", "isotropic"))
+    check_option("weights", weights, ("reliability", "precision"))
+    check_option("impl", impl, IMPLEMENTATIONS)
+    if not nu0 > 0:
+        raise ValueError(f"nu0 must be positive (prior degrees of freedom), got {nu0}")
+
+
+# %%
+#| exports
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor, lam_bar: Tensor, mask: Tensor | None, is_causal: bool) -> None:
+    b, h, t, d = q.shape
+    if k.shape[:2] != (b, h) or k.shape[-1] != d or v.shape[:3] != k.shape[:3]:
+        raise ValueError(f"q (b, h, t, k), k (b, h, j, k), v (b, h, j, ·) do not fit: {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}")
+    if lam_bar.shape != (b, k.shape[2]):
+        raise ValueError(f"lam_bar must have shape (b, j) = {(b, k.shape[2])}, got {tuple(lam_bar.shape)}")
+    if is_causal and t != k.shape[2]:
+        raise ValueError(f"is_causal needs as many queries as keys, got {t} and {k.shape[2]}")
+    if mask is not None:
+        full = (b, h, t, k.shape[2])
+        if mask.dim() != 4 or any(m not in (1, f) for m, f in zip(mask.shape, full, strict=True)) or mask.shape[-1] != full[-1]:
+            raise ValueError(f"mask must broadcast to (b, h, t, j) = {full} and name every key, got shape {tuple(mask.shape)}")
+
+
+# %% [markdown]
+# $S = \sum w v^2 - e^2$ subtracts two numbers that may both be large (chapter 11): the values are therefore shifted towards the origin first, and the mean is shifted back. The shift must be the same for all queries, or $S$ would no longer be one matrix product, and no query may learn from it about keys it cannot see, not even by rounding. A layer knows a good constant (chapter 22); without one, the first key that may be seen at all serves.
+
+# %%
+#| exports
+def _origin(v: Tensor, mask: Tensor | None) -> Tensor:
+    "The value of the first key that some query may see, (b, h, 1, k), without gradient: S and e do not depend on it."
+    if mask is None:
+        return v[..., :1, :].detach()
+    first = mask.any(-2, keepdim=True).to(torch.uint8).argmax(-1, keepdim=True)
+    return v.detach().gather(-2, first.expand(*v.shape[:2], 1, v.shape[-1]))
+
+
+# %% [markdown]
+# A floating-point mask is added to the logits, as in torch; minus infinity hides a key.
+
+# %%
+#| exports
+def _split_mask(mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    "(visible, additive) from a boolean or a floating-point mask."
+    if mask is None or mask.dtype == torch.bool:
+        return mask, None
+    if not mask.is_floating_point():
+        raise TypeError(f"mask must be boolean (True = may be seen) or floating point (added to the logits), got {mask.dtype}")
+    if mask.requires_grad:
+        raise ValueError("mask requires a gradient, which no implementation of observe gives: pass mask.detach()")
+    hidden = mask == -torch.inf
+    return (~hidden if hidden.any() else None), mask.masked_fill(hidden, 0)
+
+
+# %%
+#| exports
+def observe(
+    q: Float[Tensor, "b h t k"],  # queries
+    k: Float[Tensor, "b h j k"],  # keys
+    v: Float[Tensor, "b h j kv"],  # values, [v]
+    lam_bar: Float[Tensor, "b j"],  # reliability λ̄ of each key: mean precision over features, > 0, [h⁻²]
+    *,
+    mask: Tensor | None = None,  # bool (True = may be seen) or float (added); broadcasts to (b, h, t, j)
+    is_causal: bool = False,  # query t sees keys j ≤ t only
+    scale: float | None = None,  # of the logits; None: 1/√k
+    resolution: str = "diagonal",  # of S and λ_obs: "diagonal" (per value dimension) or "isotropic" (per head)
+    weights: str = "reliability",  # reading of the weights, chapter 11: "reliability" or "precision"
+    nu0: float = 1.0,  # ν₀, degrees of freedom of the prior, > 0
+    shift: Tensor | None = None,  # constant near v, broadcasts to it: only rounding depends on it; None: the first visible key
+    impl: str = "blocked",  # a key of `IMPLEMENTATIONS`
+) -> Observation:  # in float32 or wider; the mean in v's dtype
+    "Self-attention as kriging with a REML observation precision, (20.1) and chapter 11 [@bft2026]. Raises `ValueError` or `TypeError` on input that does not fit."
+    check_options(resolution, weights, nu0, impl)
+    visible, bias = _split_mask(mask)
+    _check_shapes(q, k, v, lam_bar, mask, is_causal)
+    with torch.autocast(q.device.type, enabled=False):
+        scaled = at_least_float32(q) * (q.shape[-1] ** -0.5 if scale is None else scale)
+        origin = at_least_float32(_origin(v, visible) if shift is None else shift.detach())
+        centred = at_least_float32(v) - origin
+        moments = IMPLEMENTATIONS[impl](scaled, at_least_float32(k), centred, at_least_float32(lam_bar)[:, None], visible, bias, is_causal, resolution == "diagonal")
+        counts = visible_keys(visible, is_causal, q.shape[2], k.shape[2])
+        e, s, s2_0, kappa, seen = _without_evidence(moments, counts)
+        variance = observation_variance(s, kappa.unsqueeze(-1), s2_0.unsqueeze(-1), nu0, _key_count(counts, k) if weights == "precision" else None)
+        mean = e + origin if counts is None else e + origin * seen.unsqueeze(-1)
+        return Observation(mean.to(v.dtype), variance.reciprocal(), seen / kappa)
+
+
+# %% [markdown]
+# Queries without keys get "no evidence": zero mean, variance `NO_EVIDENCE`, effective sample size zero.
+
+# %%
+#| exports
+def _key_count(counts: Tensor | None, k: Tensor) -> Tensor:
+    "Visible keys per query as a float that broadcasts with S; at least one."
+    if counts is None:
+        return k.new_tensor(float(k.shape[-2]))
+    return counts.clamp_min(1).to(k.device, torch.promote_types(k.dtype, torch.float32)).unsqueeze(-1)
+
+
+# %%
+#| exports
+def _without_evidence(m: Moments, counts: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | float]:
+    "Replace the moments of queries that see no key, without a gradient into what they could not see."
+    if counts is None:
+        return *m, 1.0
+    seen = (counts > 0).to(m.e.device)
+    row = seen.unsqueeze(-1)
+    return (
+        torch.where(row, m.e, 0), torch.where(row, m.scatter, 0), torch.where(seen, m.s2_0, NO_EVIDENCE),
+        torch.where(seen, m.kappa, 1), seen.to(m.e.dtype),
+    )  # fmt: skip
+
+
+# %%
+seen = observe(q, k, v, lam_bar, is_causal=True)
+seen.n_eff[0, 0], seen.mean[0, 0, :, 0], seen.precision[0, 0, :, 0]
+
+# %% [markdown]
+# Read the three rows. The first token sees itself: one key, precision $\bar\lambda_1 = 1$, exactly what the tracked precision claims. The second adds an unreliable key that disagrees: the scatter eats the gain. The third finds agreement with the first and is surer than either.
+
+# %% [markdown]
+# ## Lessons
+#
+# **The two rungs agree**, in value and in gradient, also with padding, a causal mask and a bias at once (tests/ repeats this at $T = 300$ in float32):
+
+# %%
+gen = torch.Generator().manual_seed(1)
+q, k, v = (torch.randn(2, 3, 70, 4, generator=gen, dtype=torch.float64).requires_grad_() for _ in range(3))
+lam_bar = (0.1 + torch.rand(2, 70, generator=gen, dtype=torch.float64)).requires_grad_()
+valid = (torch.arange(70) < torch.tensor([[70], [41]]))[:, None, None, :]
+
+
+# %%
+def value_and_gradients(impl, resolution):
+    seen = observe(q, k, v, lam_bar, mask=valid, is_causal=True, resolution=resolution, impl=impl)
+    loss = seen.mean.sin().sum() + seen.precision.log().sum() + seen.n_eff.log().sum()
+    return *seen, *torch.autograd.grad(loss, (q, k, v, lam_bar))
+
+
+# %%
+for resolution in ("diagonal", "isotropic"):
+    for got, want in zip(value_and_gradients("blocked", resolution), value_and_gradients("explicit", resolution)):
+        torch.testing.assert_close(got, want)
+
+# %% [markdown]
+# **Memory.** What autograd keeps for the backward pass, counted in bytes: the explicit rung keeps tables that grow with $T^2$, the blocked one keeps its inputs and outputs.
+
+
+# %%
+def saved_bytes(impl, t):
+    q, k, v = (torch.randn(1, 2, t, 32).requires_grad_() for _ in range(3))
+    storages = {}
+    def keep(x): storages[x.untyped_storage().data_ptr()] = x; return x
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        seen = observe(q, k, v, torch.ones(1, t), is_causal=True, impl=impl)
+    return sum(x.untyped_storage().nbytes() for x in storages.values())
+
+
+# %%
+#| label: fig-memory
+#| fig-cap: "Bytes kept for the backward pass: the explicit weights grow with the square of the length, the blocked form with the length (one sequence, two heads of width 32)."
+#| code-fold: true
+lengths = [64, 128, 256, 512, 1024]
+fig, ax = plt.subplots()
+for impl, role in (("explicit", "baseline"), ("blocked", "posterior")):
+    ax.loglog(lengths, [saved_bytes(impl, t) / 2**20 for t in lengths], "o-", color=COLOUR[role], label=impl, base=2)
+ax.set(xlabel="length T [tokens]", ylabel="kept [MiB]")
+ax.legend()
+plt.show()
+
+# %% [markdown]
+# **Information follows context.** In a causal sequence of similar tokens the effective sample size, and with it the observation precision, grows with position. This is what a learned gate cannot know, and what the attention-sink experiment measures.
+
+# %%
+gen = torch.Generator().manual_seed(0)
+q, k, v = (torch.randn(64, 1, 64, 8, generator=gen) for _ in range(3))
+seen = observe(0.5 * q, k, v, torch.ones(64, 64), is_causal=True, resolution="isotropic")
+
+# %%
+#| label: fig-context
+#| fig-cap: "Observation precision grows with the number of keys a query may look at (line: mean over 64 random sequences; band: ± 1 sd)."
+#| code-fold: true
+fig, ax = plt.subplots()
+precision = seen.precision[:, 0, :, 0]
+band(ax, range(1, 65), precision.mean(0), precision.std(0), "observation", "observation precision")
+ax.axhline(1, color=COLOUR["prior"], linestyle="--", label="reliability of each key")
+ax.set(xlabel="position t [tokens]", ylabel="precision [v⁻²]")
+ax.legend()
+plt.show()
+
+# %% [markdown]
+# **A query that sees nothing observes nothing**, and nothing becomes infinite on the way back:
+
+# %%
+q, k, v = (torch.randn(1, 1, 3, 2, generator=gen).requires_grad_() for _ in range(3))
+seen = observe(q, k, v, torch.ones(1, 3), mask=padded, is_causal=True)
+(seen.mean.sum() + seen.precision.sum()).backward()
+seen.n_eff[0, 0], bool(torch.isfinite(q.grad).all())
+
+# %% [markdown]
+# **Bad input is refused by name:**
+
+# %%
+one = torch.ones(1, 1, 3, 2)
+test_fail(lambda: observe(one, one, one, torch.ones(1, 4)), contains="lam_bar must have shape")
+test_fail(lambda: observe(one, one, one, torch.ones(1, 3), mask=torch.ones(3, 3)[None, None].int()), contains="got torch.int32")
+test_fail(lambda: observe(one, one, one, torch.ones(1, 3), mask=torch.ones(1, 1, 2, 3, dtype=torch.bool)), contains="broadcast to (b, h, t, j)")
+test_fail(lambda: observe(one, one, one, torch.ones(1, 3), resolution="full"), contains="'diagonal', 'isotropic'")
+
+# %% [markdown]
+# ## Assumptions, and where they break
+#
+# - *Reliability is one number per token.* $\bar\lambda_j$ averages the precision over features, as in the paper; a token that is sure of half its features and unsure of the rest looks like one that is half sure of all.
+# - *The reliability of $h_j$ stands for that of $v_j = W_V\,\mathrm{norm}(h_j)$.* The value projection mixes and rescales features. That the scale is wrong matters little where scatter dominates ($\kappa S$ against $\kappa^2 s_0^2$), and the learned initial precision can absorb it. This reading is ours.
+# - *No dropout on the weights.* Dropping weights breaks $\sum_j w_{tj} = 1$, on which BLUE rests: the layer of chapter 21 drops features of $e_t$ instead.
+# - The blocked rung has no second derivative, and gives no gradient to a floating-point mask; it says so.
+#
+# ## Summary
+#
+# - Attention is kriging: four moments per query give mean and precision of an observation.
+# - The moments are one matrix product with $[v, v^2, 1/\bar\lambda]$, so they can be had block by block, with memory linear in the length.
+# - A query without keys has no evidence: precision $10^{-30}$, which the update ignores.
+#
+# ## Exercises
+#
+# **1.** With all values equal, what does a query over $n$ equally relevant keys of reliability $\lambda$ observe?
+#
+# <details><summary>Answer</summary>
+#
+# Scatter is zero, so $1/\lambda_{obs} = \kappa^2/\lambda$, that is $\lambda_{obs} = n^2\lambda$. One factor $n$ comes from averaging $n$ values, the other from finding none that disagrees.
+
+# %%
+ones = torch.ones(1, 1, 5, 2)
+observe(ones, ones, ones, torch.full((1, 5), 3.0)).precision[0, 0, 0, 0]
+
+# %% [markdown]
+# </details>
+#
+# **2.** Equation (20.2) sums to zero over $j$. Why must it?
+#
+# <details><summary>Answer</summary>
+#
+# Adding a constant to all logits of a query leaves the softmax, hence the loss, unchanged: the derivative along that direction is $\sum_j \partial L/\partial \ell_{tj} = 0$.
+
+# %%
+(x := torch.randn(4, requires_grad=True)).softmax(0).square().sum().backward()
+x.grad.sum().abs() < 1e-6
+
+# %% [markdown]
+# </details>

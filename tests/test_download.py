@@ -1,0 +1,233 @@
+"Fetching from a publisher on this machine: whole and right, or an error and nothing left behind."
+
+import gzip
+import hashlib
+import http.server
+import json
+import threading
+import zipfile
+
+import pytest
+
+from bft_nb import formats
+from bft_nb import interactions as I
+from bft_nb.download import DownloadError, Source, cache_dir, check_member, data_dir, fetch, md5_of, unzip, written
+
+
+@pytest.fixture
+def publisher(tmp_path):
+    "a folder served over HTTP; files named truncated* announce more bytes than they send"
+    root = tmp_path / "publisher"
+    root.mkdir()
+
+    class Handler(http.server.SimpleHTTPRequestHandler):
+        def __init__(self, *args): super().__init__(*args, directory=str(root))
+
+        def log_message(self, *_): pass
+
+        def do_GET(self):
+            if "truncated" not in self.path: return super().do_GET()
+            self.send_response(200)
+            self.send_header("Content-Length", "1000")
+            self.end_headers()
+            self.wfile.write(b"x" * 10)
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield root, f"http://127.0.0.1:{server.server_port}/"
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    monkeypatch.setenv("BFT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("BFT_DATA", raising=False)
+    return tmp_path / "cache"
+
+
+def leftovers(folder): return sorted(p.name for p in folder.rglob("*") if p.is_file()) if folder.exists() else []
+
+
+def test_fetch_once_then_from_disk(publisher, tmp_path):
+    root, url = publisher
+    (root / "a.bin").write_bytes(b"content")
+    source = Source(url + "a.bin", md5=hashlib.md5(b"content").hexdigest())
+    path = fetch(source, tmp_path / "out", progress=False)
+    assert path.read_bytes() == b"content" and leftovers(tmp_path / "out") == ["a.bin"]
+    (root / "a.bin").unlink()
+    assert fetch(source, tmp_path / "out", progress=False) == path
+
+
+def test_wrong_checksum_names_both_and_leaves_nothing(publisher, tmp_path):
+    root, url = publisher
+    (root / "a.bin").write_bytes(b"other")
+    with pytest.raises(DownloadError, match="got md5 795f3202b17cb6bc3d4b771d8c6c9eaf, the publisher states 0000"):
+        fetch(Source(url + "a.bin", md5="0000"), tmp_path / "out", progress=False)
+    assert leftovers(tmp_path / "out") == []
+
+
+def test_wrong_file_on_disk_is_replaced(publisher, tmp_path):
+    root, url = publisher
+    (root / "a.bin").write_bytes(b"content")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "a.bin").write_bytes(b"cont")
+    path = fetch(Source(url + "a.bin", md5=hashlib.md5(b"content").hexdigest()), tmp_path / "out", progress=False)
+    assert path.read_bytes() == b"content"
+
+
+def test_truncated_file_is_refused(publisher, tmp_path):
+    with pytest.raises(DownloadError, match="truncated: 10 of 1000 bytes"):
+        fetch(Source(publisher[1] + "truncated.bin"), tmp_path / "out", progress=False)
+    assert leftovers(tmp_path / "out") == []
+
+
+def test_missing_and_unreachable(publisher, tmp_path):
+    with pytest.raises(DownloadError, match="could not download .*none.bin"):
+        fetch(Source(publisher[1] + "none.bin"), tmp_path / "out", progress=False)
+    with pytest.raises(DownloadError, match="could not download"):
+        fetch(Source("http://127.0.0.1:9/a.bin"), tmp_path / "out", progress=False)
+    assert leftovers(tmp_path / "out") == []
+
+
+def test_written_leaves_nothing_after_a_failure(tmp_path):
+    with pytest.raises(RuntimeError), written(tmp_path / "x.txt") as part:
+        part.write_text("half")
+        raise RuntimeError
+    assert leftovers(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", ["../evil", "a/../../evil", "/etc/evil", "..\\evil", "C:\\evil"])
+def test_members_that_leave_the_folder_are_refused(tmp_path, name):
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as z: z.writestr(name, "x")
+    with pytest.raises(DownloadError, match="outside its folder"): unzip(tmp_path / "a.zip", tmp_path / "out")
+    with pytest.raises(DownloadError, match="outside"): check_member(name)
+    assert leftovers(tmp_path) == ["a.zip"]
+
+
+def test_unzip_all_or_nothing(tmp_path):
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as z: z.writestr("b/c.txt", "x" * 1000)
+    assert (unzip(tmp_path / "a.zip", tmp_path / "out") / "b" / "c.txt").read_text() == "x" * 1000
+    (tmp_path / "bad.zip").write_bytes((tmp_path / "a.zip").read_bytes()[:60])
+    with pytest.raises(DownloadError, match="not a whole zip archive"): unzip(tmp_path / "bad.zip", tmp_path / "out2")
+    assert not (tmp_path / "out2").exists()
+
+
+def test_folders(monkeypatch, tmp_path):
+    monkeypatch.setenv("BFT_CACHE", str(tmp_path))
+    assert cache_dir() == tmp_path
+    monkeypatch.setenv("BFT_DATA", str(tmp_path / "none"))
+    with pytest.raises(FileNotFoundError, match="is not a folder"): data_dir()
+    monkeypatch.delenv("BFT_DATA")
+    assert data_dir() is None
+
+
+# official formats, in small ------------------------------------------------------------------------------------------
+
+
+def core(n=5):
+    "n users × n items, all pairs: a 5-core where n ≥ 5, plus one stray user"
+    return [(f"u{u}", f"i{i}", 100 + 10 * i - u) for i in range(n) for u in range(n)] + [("stray", "i0", 7)]
+
+
+def amazon_2014(path):
+    with gzip.open(path, "wt") as f:
+        for u, i, t in core(): f.write(json.dumps({"reviewerID": u, "asin": i, "overall": 1.0, "unixReviewTime": t}) + "\n")
+
+
+def entry(url, files, reader, n=(5, 5, 25), **kw):
+    return I.Dataset("tiny", "Tiny", "https://example.org", "test", *n, files=tuple(Source(url + f, m) for f, m in files), reader=reader, **kw)
+
+
+@pytest.fixture
+def register(monkeypatch): return lambda e: monkeypatch.setitem(I.REGISTRY, "tiny", e)
+
+
+def test_amazon_2014_end_to_end(publisher, home, register):
+    root, url = publisher
+    amazon_2014(root / "reviews_Tiny_5.json.gz")
+    register(entry(url, [("reviews_Tiny_5.json.gz", None)], "amazon_2014"))
+    data = I.load("tiny", progress=False)
+    assert list(data.user_ids) == [f"u{u}" for u in range(5)] and list(data.item_ids) == [f"i{i}" for i in range(5)]
+    assert list(data.sequences[0]) == [1, 2, 3, 4, 5] and data.times is not None
+    (root / "reviews_Tiny_5.json.gz").unlink()
+    again = I.load("tiny", progress=False)  # from the cache
+    assert I.leave_one_out(again).hash == I.leave_one_out(data).hash and list(again.item_ids) == list(data.item_ids)
+    assert leftovers(home) == ["reviews_Tiny_5.json.gz", "tiny.parquet"]
+
+
+def test_statistics_that_differ_are_refused_and_not_cached(publisher, home, register):
+    root, url = publisher
+    amazon_2014(root / "reviews_Tiny_5.json.gz")
+    register(entry(url, [("reviews_Tiny_5.json.gz", None)], "amazon_2014", n=(5, 5, 26)))
+    with pytest.raises(ValueError, match=r"found .* \(5, 5, 25, 0\), the published data set has \(5, 5, 26, 0\)"): I.load("tiny", progress=False)
+    assert "tiny.parquet" not in leftovers(home)
+
+
+def test_damaged_gzip_is_named(tmp_path):
+    amazon_2014(tmp_path / "a.json.gz")
+    (tmp_path / "b.json.gz").write_bytes((tmp_path / "a.json.gz").read_bytes()[:-20])
+    with pytest.raises(DownloadError, match="b.json.gz is damaged"): formats.amazon_2014([tmp_path / "b.json.gz"])
+
+
+def test_amazon_2018(tmp_path):
+    rows = [f"{i},{u},5.0,{t}\n" for u, i, t in core()]
+    (tmp_path / "r.csv").write_text("".join(rows) + "untitled,u0,5.0,1\n" + rows[0])
+    with gzip.open(tmp_path / "m.json.gz", "wt") as f:
+        for i in range(5): f.write(json.dumps({"asin": f"i{i}", "title": "T"}) + "\n")
+        f.write(json.dumps({"asin": "untitled", "title": ""}) + "\n")
+    events = formats.amazon_2018([tmp_path / "r.csv", tmp_path / "m.json.gz"])
+    assert len(events) == 25 and {e.item for e in events} == {f"i{i}" for i in range(5)}
+
+
+def test_movielens_end_to_end_with_checksum(publisher, home, register):
+    root, url = publisher
+    with zipfile.ZipFile(root / "ml-1m.zip", "w") as z:
+        z.writestr("ml-1m/ratings.dat", "".join(f"{u}::{10 * i}::5::{9 - i // 2}\n" for u in (2, 1) for i in range(4)))
+    register(entry(url, [("ml-1m.zip", md5_of(root / "ml-1m.zip"))], "movielens_1m", n=(2, 4, 8)))
+    data = I.load("tiny", progress=False)
+    assert list(data.user_ids) == [1, 2] and list(data.item_ids) == [0, 10, 20, 30]
+    assert data.item_ids[data.sequences[0] - 1].tolist() == [20, 30, 0, 10]  # by time, ties in file order
+    assert I.ties(data).last_two == 1.0
+
+
+def test_movielens_wrong_checksum(publisher, home, register):
+    root, url = publisher
+    (root / "ml-1m.zip").write_bytes(b"not it")
+    register(entry(url, [("ml-1m.zip", "c4d9")], "movielens_1m"))
+    with pytest.raises(DownloadError, match="(?s)wrong checksum for ml-1m.zip.*set BFT_DATA"): I.load("tiny", progress=False)
+    assert leftovers(home) == []
+
+
+def test_movielens_100k_and_missing_member(tmp_path):
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as z: z.writestr("ml-100k/u.data", "196\t242\t3\t881250949\n1\t2\t3\t4\n")
+    assert [tuple(e) for e in formats.movielens_100k([tmp_path / "a.zip"])] == [(1, 2, 4), (196, 242, 881250949)]
+    with pytest.raises(DownloadError, match="holds no 'ml-1m/ratings.dat'"): formats.movielens_1m([tmp_path / "a.zip"])
+
+
+def test_yelp_own_copy(home, register, tmp_path, monkeypatch):
+    e = entry("", [], "yelp_2019", own_copy="reviews.json", repeats=1, n=(5, 5, 26))
+    register(e)
+    with pytest.raises(DownloadError, match="put tiny.parquet or reviews.json into a folder and set BFT_DATA"): I.load("tiny")
+    rows = [{"user_id": u, "business_id": i, "stars": 1, "date": f"2019-03-01 00:0{int(i[1])}:{int(u[1:] or 0):02}"} for u, i, _ in core() if u != "stray"]
+    rows += [rows[0] | {"date": "2019-12-30 00:00:00"}, rows[0] | {"date": "2018-12-31 23:59:59"}, rows[0] | {"date": "2020-01-01 00:00:00"}]
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "reviews.json").write_text("\n".join(map(json.dumps, rows)))
+    monkeypatch.setenv("BFT_DATA", str(folder))
+    data = I.load("tiny")
+    assert data.n_interactions == 26 and data.times.min() == 1551398400
+
+
+def test_offline_names_both_ways(home, register):
+    register(entry("http://127.0.0.1:9/", [("a.json.gz", None)], "amazon_2014"))
+    with pytest.raises(DownloadError, match="(?s)could not download.*Either run again with access to https://example.org, or put tiny.parquet or a.json.gz"):
+        I.load("tiny", progress=False)
+
+
+def test_k_core_is_iterated():
+    chain = [formats.Event("a", "x", 0), formats.Event("a", "y", 0), formats.Event("b", "x", 0), formats.Event("b", "z", 0)]
+    assert formats.k_core(chain, 2) == []
+    assert formats.k_core(chain, 1) == chain
+
+

@@ -1,0 +1,151 @@
+"`bft run`: one notebook, one process, one output or none."
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbformat.v4 import new_code_cell, new_notebook
+
+from bft_nb import cli, runner
+
+PARAMETERS = 'dataset = "synthetic"\nseed = 0\nlr = 1e-3\nbft = False\nwidths = [8]\nlimit = None\n'
+BODY = 'import time\nif dataset == "broken": raise ValueError("asked to fail")\nif dataset == "slow": time.sleep(60)\n(seed, lr, bft)'
+
+
+@pytest.fixture
+def notebook(tmp_path):
+    spec = {"kernelspec": {"name": "python3", "display_name": "python3", "language": "python"}}
+    cells = [new_code_cell(PARAMETERS, metadata={"tags": ["parameters"]}), new_code_cell(BODY)]
+    path = tmp_path / "little.ipynb"
+    nbformat.write(new_notebook(cells=cells, metadata=spec), path)
+    return path
+
+
+@pytest.fixture
+def out(tmp_path):
+    return tmp_path / "out"
+
+
+def bft(*args):
+    return cli.main(["run", *map(str, args), "--quiet"])
+
+
+def result(path):
+    return nbformat.read(path, 4).cells[-1].outputs[0].data["text/plain"]
+
+
+def test_success_then_kept_then_forced(notebook, out, capsys):
+    args = (notebook, "-p", "lr", "1e-5", "-p", "bft", "true", "--out", out)
+    assert bft(*args) == 0
+    (output,) = out.iterdir()
+    assert output.name == "little-bft=true,lr=1e-05.ipynb"
+    assert result(output) == "(0, 1e-05, True)"  # 1e-05 is a number, as YAML alone would not have it
+    written = output.stat().st_mtime_ns
+    assert bft(*args) == 0 and "kept" in capsys.readouterr().out
+    assert output.stat().st_mtime_ns == written
+    assert bft(*args, "--force") == 0
+    assert output.stat().st_mtime_ns > written
+    assert list(out.iterdir()) == [output]
+
+
+def test_a_changed_notebook_is_run_again(notebook, out):
+    first = runner.run(notebook, {"seed": 3}, out=out, progress=False)
+    nb = nbformat.read(notebook, 4)
+    nb.cells[1].source = "seed + 1"
+    nbformat.write(nb, notebook)
+    second = runner.run(notebook, {"seed": 3}, out=out, progress=False)
+    assert (first.status, second.status, first.output) == ("done", "done", second.output)
+    assert result(second.output) == "4"
+
+
+def test_unknown_parameter_is_named_with_the_closest_and_the_allowed(notebook, out, capsys):
+    assert bft(notebook, "-p", "sede", "1", "--out", out) == 2
+    err = capsys.readouterr().err
+    assert "'sede'" in err and "did you mean 'seed'" in err and "dataset, seed, lr, bft, widths, limit" in err
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(("name", "value", "kind"), [("seed", "abc", "int"), ("bft", "1", "bool"), ("widths", "8", "list"), ("lr", "fast", "float")])
+def test_value_of_another_kind_is_refused(notebook, out, capsys, name, value, kind):
+    assert bft(notebook, "-p", name, value, "--out", out) == 2
+    err = capsys.readouterr().err
+    assert f"{name!r} must be of type {kind}" in err
+    assert not out.exists()
+
+
+def test_repeated_parameter_is_refused(notebook, capsys):
+    assert bft(notebook, "-p", "seed", "1", "-p", "seed", "2") == 2
+    assert "'seed' is given twice" in capsys.readouterr().err
+
+
+def test_failure_names_the_cell_and_leaves_nothing_half_written(notebook, out, capsys):
+    assert bft(notebook, "-p", "dataset", "broken", "--out", out) == 1
+    err = capsys.readouterr().err
+    assert "ValueError: asked to fail" in err and "little.ipynb" in err
+    (left,) = out.iterdir()  # the traceback, under a name that says so
+    assert left.name == "little-dataset=broken.failed.ipynb"
+    assert "asked to fail" in runner.cell_error(left)
+
+
+def test_time_out_leaves_nothing(notebook, out):
+    with pytest.raises(runner.RunFailed, match="took more than"):
+        runner.run(notebook, {"dataset": "slow"}, out=out, progress=False, timeout=3)
+    assert list(out.iterdir()) == []
+
+
+@pytest.mark.skipif(os.name == "nt", reason="signals")
+def test_interruption_leaves_nothing(notebook, out):
+    args = [sys.executable, "-m", "bft_nb.cli", "run", str(notebook), "-p", "dataset", "slow", "--out", str(out), "--quiet"]
+    child = subprocess.Popen(args, stderr=subprocess.PIPE, text=True, start_new_session=True, cwd=Path(__file__).parent.parent)
+    end = time.time() + 60
+    while not list(out.glob("*.part.ipynb")) and time.time() < end:
+        time.sleep(0.1)
+    os.killpg(child.pid, signal.SIGINT)  # as Ctrl-C does
+    assert child.wait(60) == 130
+    assert "interrupted" in child.stderr.read()
+    assert list(out.iterdir()) == []
+
+
+def test_missing_notebook(tmp_path, capsys, monkeypatch):
+    assert bft(tmp_path / "nowhere.ipynb") == 2
+    assert "nowhere.ipynb" in capsys.readouterr().err
+    folder = tmp_path / "nbs" / "experiments"
+    folder.mkdir(parents=True)
+    (tmp_path / "settings.ini").write_text("[DEFAULT]")
+    (folder / "recommendation.ipynb").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    assert bft("recomendation") == 2
+    assert "did you mean 'recommendation'?" in capsys.readouterr().err
+    assert runner.find_notebook("recommendation") == (folder / "recommendation.ipynb").resolve()
+
+
+def test_list_prints_parameters_with_defaults(notebook, capsys):
+    assert cli.main(["run", str(notebook), "--list"]) == 0
+    assert capsys.readouterr().out.splitlines()[:3] == ["dataset = 'synthetic'", "seed = 0", "lr = 0.001"]
+
+
+@pytest.mark.parametrize(("text", "value"), [("1e-3", 1e-3), ("3", 3), ("true", True), ("null", None), ("[1, 2]", [1, 2]), ("beauty", "beauty"), ("a: b: c", "a: b: c")])
+def test_parse_value(text, value):
+    got = runner.parse_value(text)
+    assert got == value and type(got) is type(value)
+
+
+def test_output_names_are_stable_safe_and_distinct():
+    name = runner.output_name
+    assert name("x") == "x"
+    assert name("x", {"b": 1, "a": "s"}) == name("x", {"a": "s", "b": 1}) == "x-a=s,b=1"
+    long = [name("x", {"path": f"../../{'y' * 300}{i}"}) for i in range(2)]
+    assert long[0] != long[1] and all("/" not in n and len(n) < 120 for n in long)
+
+
+def test_a_truncated_output_is_not_taken_for_a_run(notebook, out):
+    out.mkdir()
+    (out / "little-seed=1.ipynb").write_text('{"cells": [')
+    assert runner.run(notebook, {"seed": 1}, out=out, progress=False).status == "done"
+    assert json.loads((out / "little-seed=1.ipynb").read_text())["metadata"]["bft_run"]
