@@ -38,7 +38,7 @@ class Clock(TrainerCallback):
 def world(batch_size, steps, lengths, n_items=12_101):
     lengths = np.resize(lengths, batch_size * steps)
     items = np.random.default_rng(0).integers(1, n_items + 1, lengths.sum())
-    few = Examples(np.arange(2), from_lengths(np.array([1, 1]), np.array([1, 2])), np.array([1, 2]))
+    few = Examples(np.arange(2, dtype=np.int32), from_lengths(np.array([1, 1]), np.array([1, 2])), np.array([1, 2], dtype=np.int32))
     return SimpleNamespace(train=from_lengths(lengths, items), valid=few, n_items=n_items, hash="bench")
 
 
