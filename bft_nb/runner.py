@@ -171,11 +171,18 @@ def cell_error(notebook: Path) -> str:
     return ""
 
 
+def environment() -> dict[str, str]:
+    "The environment notebooks run in: this library first, and silence about the widgets tqdm would like to have."
+    here, quiet = str(Path(__file__).resolve().parent.parent), "ignore:IProgress not found"
+    first = {"PYTHONPATH": (here, os.pathsep), "PYTHONWARNINGS": (quiet, ",")}
+    return {**os.environ, **{k: sep.join(filter(None, [v, os.environ.get(k)])) for k, (v, sep) in first.items()}}
+
+
 def _spawn(spec: Mapping[str, Any], progress: bool, timeout: float | None) -> str:
     "Run this module as a child on `spec`; what it had to say if it failed, else nothing."
     sink = None if progress else subprocess.PIPE
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).resolve().parent.parent), os.environ.get("PYTHONPATH")]))}
-    child = subprocess.Popen([sys.executable, "-u", "-m", "bft_nb.runner"], stdin=subprocess.PIPE, stdout=sink, stderr=sink, text=True, env=env)
+    command = [sys.executable, "-u", "-m", "bft_nb.runner"]
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=sink, stderr=sink, text=True, env=environment())
     try:
         _, err = child.communicate(json.dumps(spec), timeout=timeout)
     except subprocess.TimeoutExpired:
