@@ -149,17 +149,38 @@ def ranks_path(folder: str | Path, run: Mapping[str, Any], split: str = "test") 
     return Path(folder) / f"{run['exp']}-{run['dataset']}-{run['model']}-{run_key(run)}-{split}.npz"
 
 
-def save_ranks(path: str | Path, ranks: Any) -> Path:
-    "Ranks per user, cut at 255, as a compressed byte array; `ValueError` unless positive integers in one row."
+def save_ranks(
+    path: str | Path,
+    ranks: Any,  # per user, cut at 255 here
+    strata: Any = None,  # popularity stratum of each user's target, 0 is the rarest; None: not stored
+) -> Path:
+    "Store ranks (and strata) as compressed bytes; `ValueError` unless ranks are positive integers in one row and strata fit them."
     values = np.asarray(ranks)
     if values.ndim != 1 or not np.issubdtype(values.dtype, np.integer) or (values < 1).any():
         raise ValueError(f"ranks must be positive integers in one row, got {values.dtype} of shape {values.shape}")
+    arrays = {"ranks": np.minimum(values, RANK_CAP).astype(np.uint8)}
+    if strata is not None:
+        groups = np.asarray(strata)
+        if groups.shape != values.shape or not np.issubdtype(groups.dtype, np.integer) or (groups < 0).any() or (groups > 127).any():
+            raise ValueError(f"strata must be one of 0 … 127 for each of {len(values)} ranks, got {groups.dtype} of shape {groups.shape}")
+        arrays["strata"] = groups.astype(np.int8)
     with _replacing(Path(path)) as temporary:
-        np.savez_compressed(temporary, ranks=np.minimum(values, RANK_CAP).astype(np.uint8))
+        np.savez_compressed(temporary, **arrays)
     return Path(path)
+
+
+def _stored(path: str | Path, name: str) -> np.ndarray:
+    with np.load(path, allow_pickle=False) as stored:
+        if name not in stored:
+            raise ValueError(f"{path} holds no {name}, only {', '.join(stored)}")
+        return stored[name].astype(np.int64)
 
 
 def load_ranks(path: str | Path) -> np.ndarray:
     "Ranks per user as int64; 255 means 255 or worse."
-    with np.load(path, allow_pickle=False) as stored:
-        return stored["ranks"].astype(np.int64)
+    return _stored(path, "ranks")
+
+
+def load_strata(path: str | Path) -> np.ndarray:
+    "Popularity stratum of each user's target as int64; `ValueError` if the file holds none."
+    return _stored(path, "strata")

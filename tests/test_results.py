@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bft_nb.results import COLUMNS, append_rows, canonical, check_row, has_rows, load_ranks, make_rows, ranks_path, read_rows, run_key, save_ranks
+from bft_nb.results import COLUMNS, append_rows, canonical, check_row, has_rows, load_ranks, load_strata, make_rows, ranks_path, read_rows, run_key, save_ranks
 
 
 def row(**changes):
@@ -145,3 +145,14 @@ def test_bad_ranks(tmp_path, bad):
     with pytest.raises(ValueError, match="positive integers"):
         save_ranks(tmp_path / "r.npz", np.array(bad))
     assert not list(tmp_path.iterdir())
+
+
+def test_strata_lie_beside_ranks(tmp_path):
+    path = save_ranks(tmp_path / "r.npz", np.array([1, 300, 7]), np.array([0, 3, 1], dtype=np.int8))
+    assert load_ranks(path).tolist() == [1, 255, 7] and load_strata(path).tolist() == [0, 3, 1]
+    without = save_ranks(tmp_path / "s.npz", np.array([1]))
+    with pytest.raises(ValueError, match="holds no strata"):
+        load_strata(without)
+    for bad in ([0, 1], [0, 1, -1], [0.0, 1.0, 2.0], [0, 1, 200]):
+        with pytest.raises(ValueError, match="strata must be"):
+            save_ranks(path, np.array([1, 2, 3]), np.array(bad))
