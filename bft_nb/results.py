@@ -9,6 +9,7 @@ import hashlib
 import json
 import math
 import os
+import subprocess
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,6 +19,8 @@ from typing import Any
 
 import numpy as np
 from filelock import FileLock
+
+from bft_nb import __version__
 
 COLUMNS = ("exp", "dataset", "model", "params", "seed", "split", "metric", "value", "n", "seconds", "device", "commit", "utc")
 KEY = ("exp", "dataset", "model", "params", "seed")
@@ -46,6 +49,23 @@ def run_key(row: Mapping[str, Any]) -> str:
 def utc_now() -> str:
     "The time as a row holds it: UTC, to the second."
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def commit() -> str:
+    """Which code made a result: the commit of the checkout this library runs from, with "+" after it if files differ from it.
+
+    An installed library outside of a checkout gives its version, "v0.1.0".
+    """
+    folder = Path(__file__).resolve().parent
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", Path(__file__).name)  # an environment inside another project's checkout is not ours
+        return git("rev-parse", "--short=10", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no", "--", str(folder)) else "")
+    except (OSError, subprocess.CalledProcessError):
+        return f"v{__version__}"
 
 
 def _number(name: str, value: Any, kind: type, low: float = -math.inf) -> int | float:
