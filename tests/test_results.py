@@ -1,13 +1,13 @@
 """Result rows: exact columns, all or nothing, several writers."""
 
 import csv
+import multiprocessing as mp
+import os
 import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-import multiprocessing as mp
-import os
 
 import numpy as np
 import pytest
