@@ -173,14 +173,25 @@ if store:
 # %% [markdown]
 # ## The study
 #
-# From here on nothing of this run is used: everything is read from `data/results`.
+# From here on nothing of this run is used: everything is read from `data/results`. Each cell was made by a command such as
+#
+# ```bash
+# BFT_DATA=… bft run recommendation -p dataset beauty -p bft true -p seed 0 -p epochs 60 -p store true
+# ```
+#
+# Three kinds of layer are compared. *Plain* is torch's layer. *Filter* is ours. *Filter, off* is our layer with kriging and gain switched off, which computes what torch's layer computes, but drops features of $e$ where torch's drops weights: it is the null, and tells what the change of dropout and of code is worth by itself.
 
 # %%
+ARMS = {"plain": dict(bft=False), "filter, off": dict(bft=True, kriging=False, kalman=False), "filter": dict(bft=True, kriging=None, kalman=None, precision_lr=0.03)}
+SETS = ["beauty", "sports"]
+ROLE = {"plain": "baseline", "filter, off": "other", "filter": "posterior"}
 stored = load_rows("recommendation")
-cells = stored.drop_duplicates(["dataset", "model", "params", "seed"])
-cells.groupby(["dataset", "model", "bft", "dropout", "lr", "precision_lr"], dropna=False).agg(seeds=("seed", "nunique"))
 
-# %% [markdown]
-# ## Summary
-#
-# - to be written from the rows
+
+# %%
+def cell(name: str, arm: str) -> pd.DataFrame:
+    "Stored rows of one data set and one kind of layer, at the settings chosen on validation."
+    return choose(stored, dataset=name, model="sasrec", lr=CHOSEN["lr"], dropout=CHOSEN["dropout"], jacobian=None, **ARMS[arm])
+
+# %%
+CHOSEN = dict(lr=3e-3, dropout=0.5)
