@@ -48,7 +48,7 @@ class RankingTrainer(Trainer):
         metrics = {f"{metric_key_prefix}_{name}": float(values[name]) for name in ("hr@10", "ndcg@10")}
         metrics[f"{metric_key_prefix}_seconds"], self.started = now - self.started, now
         self.log(metrics)
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        self.control: Any = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
 
@@ -56,7 +56,8 @@ class Progress(TrainerCallback):
     "A bar with the last loss and validation metric."
 
     def __init__(self, total: int):
-        self.total, self.shown = total, {}
+        self.total = total
+        self.shown: dict[str, str] = {}
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.bar = tqdm(total=self.total, initial=state.global_step, unit="step")

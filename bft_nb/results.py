@@ -1,7 +1,7 @@
 """Result rows in long format, appended atomically, and the ranks behind them.
 
 A row says one number of one run. Rows live in CSV files (`data/results/*.csv`) with exactly the columns of `COLUMNS`;
-ranks and strata per user live beside them (`data/results/ranks/*.npz`), so that two runs can be compared user by user.
+per-user ranks live beside them (`data/results/ranks/*.npz`), so that two runs can be compared user by user.
 """
 
 import csv
@@ -19,6 +19,8 @@ from typing import Any
 
 import numpy as np
 from filelock import FileLock
+
+from bft_nb import __version__
 
 COLUMNS = ("exp", "dataset", "model", "params", "seed", "split", "metric", "value", "n", "seconds", "device", "commit", "utc")
 KEY = ("exp", "dataset", "model", "params", "seed")
@@ -47,6 +49,23 @@ def run_key(row: Mapping[str, Any]) -> str:
 def utc_now() -> str:
     "The time as a row holds it: UTC, to the second."
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def commit() -> str:
+    """Which code made a result: the commit of the checkout this library runs from, with "+" after it if files differ from it.
+
+    An installed library outside of a checkout gives its version, "v0.1.0".
+    """
+    folder = Path(__file__).resolve().parent
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", Path(__file__).name)  # an environment inside another project's checkout is not ours
+        return git("rev-parse", "--short=10", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no", "--", str(folder)) else "")
+    except (OSError, subprocess.CalledProcessError):
+        return f"v{__version__}"
 
 
 def _number(name: str, value: Any, kind: type, low: float = -math.inf) -> int | float:
@@ -150,32 +169,38 @@ def ranks_path(folder: str | Path, run: Mapping[str, Any], split: str = "test") 
     return Path(folder) / f"{run['exp']}-{run['dataset']}-{run['model']}-{run_key(run)}-{split}.npz"
 
 
-def save_ranks(path: str | Path, ranks: Any, strata: Any) -> Path:
-    """Rank and stratum of each user's target as compressed bytes; ranks are cut at 255.
-
-    `ValueError` unless the ranks are positive integers in one row, and the strata small non-negative ones of the same length.
-    """
-    values, groups = np.asarray(ranks), np.asarray(strata)
+def save_ranks(
+    path: str | Path,
+    ranks: Any,  # per user, cut at 255 here
+    strata: Any = None,  # popularity stratum of each user's target, 0 is the rarest; None: not stored
+) -> Path:
+    "Store ranks (and strata) as compressed bytes; `ValueError` unless ranks are positive integers in one row and strata fit them."
+    values = np.asarray(ranks)
     if values.ndim != 1 or not np.issubdtype(values.dtype, np.integer) or (values < 1).any():
         raise ValueError(f"ranks must be positive integers in one row, got {values.dtype} of shape {values.shape}")
-    if groups.shape != values.shape or not np.issubdtype(groups.dtype, np.integer) or ((groups < 0) | (groups > 255)).any():
-        raise ValueError(f"strata must be integers from 0 to 255, one per rank, got {groups.dtype} of shape {groups.shape} for {values.shape}")
+    arrays = {"ranks": np.minimum(values, RANK_CAP).astype(np.uint8)}
+    if strata is not None:
+        groups = np.asarray(strata)
+        if groups.shape != values.shape or not np.issubdtype(groups.dtype, np.integer) or (groups < 0).any() or (groups > 127).any():
+            raise ValueError(f"strata must be one of 0 … 127 for each of {len(values)} ranks, got {groups.dtype} of shape {groups.shape}")
+        arrays["strata"] = groups.astype(np.int8)
     with _replacing(Path(path)) as temporary:
-        np.savez_compressed(temporary, ranks=np.minimum(values, RANK_CAP).astype(np.uint8), strata=groups.astype(np.uint8))
+        np.savez_compressed(temporary, **arrays)
     return Path(path)
 
 
-def load_ranks(path: str | Path) -> tuple[np.ndarray, np.ndarray]:
-    "Ranks per user (255 means 255 or worse) and the strata of their targets, both int64."
+def _stored(path: str | Path, name: str) -> np.ndarray:
     with np.load(path, allow_pickle=False) as stored:
-        return stored["ranks"].astype(np.int64), stored["strata"].astype(np.int64)
+        if name not in stored:
+            raise ValueError(f"{path} holds no {name}, only {', '.join(stored)}")
+        return stored[name].astype(np.int64)
 
 
-def commit() -> str:
-    "The commit of the code that runs, with `-dirty` for uncommitted changes; `unknown` outside of git."
-    try:
-        here = Path(__file__).resolve().parent
-        told = subprocess.run(["git", "describe", "--always", "--dirty", "--abbrev=12"], cwd=here, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return told.stdout.strip()
+def load_ranks(path: str | Path) -> np.ndarray:
+    "Ranks per user as int64; 255 means 255 or worse."
+    return _stored(path, "ranks")
+
+
+def load_strata(path: str | Path) -> np.ndarray:
+    "Popularity stratum of each user's target as int64; `ValueError` if the file holds none."
+    return _stored(path, "strata")

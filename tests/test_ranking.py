@@ -231,6 +231,14 @@ def test_bootstrap_is_paired_and_by_stratum():
 # ---- bad input ---------------------------------------------------------------------------------------------------
 
 
+def test_bootstrap_averages_over_seeds():
+    gen = np.random.default_rng(2)
+    a, b = (torch.from_numpy(gen.integers(1, 30, (seeds, 200))) for seeds in (3, 2))
+    d = paired_bootstrap(a, b, n=100)["all"]
+    assert d.mean == pytest.approx(float(ndcg(a).mean() - ndcg(b).mean())) and d.n == 200
+    assert paired_bootstrap(a[:1], b[:1], n=100) == paired_bootstrap(a[0], b[0], n=100)
+
+
 def test_bad_input(monkeypatch):
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # what a user meets: the library's own message
     scores, targets, _ = world()

@@ -1,14 +1,21 @@
 """Result rows: exact columns, all or nothing, several writers."""
 
 import csv
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 import multiprocessing as mp
+import os
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bft_nb.results import COLUMNS, append_rows, canonical, check_row, has_rows, load_ranks, make_rows, ranks_path, read_rows, run_key, save_ranks
+import bft_nb
+from bft_nb.results import COLUMNS, append_rows, canonical, check_row, commit, has_rows, load_ranks, load_strata, make_rows, ranks_path, read_rows, run_key, save_ranks
 
 
 def row(**changes):
@@ -154,3 +161,25 @@ def test_bad_strata(tmp_path, bad):
     with pytest.raises(ValueError, match="strata must be integers from 0 to 255, one per rank"):
         save_ranks(tmp_path / "r.npz", np.array([1, 2]), np.array(bad))
     assert not list(tmp_path.iterdir())
+
+
+def test_strata_lie_beside_ranks(tmp_path):
+    path = save_ranks(tmp_path / "r.npz", np.array([1, 300, 7]), np.array([0, 3, 1], dtype=np.int8))
+    assert load_ranks(path).tolist() == [1, 255, 7] and load_strata(path).tolist() == [0, 3, 1]
+    without = save_ranks(tmp_path / "s.npz", np.array([1]))
+    with pytest.raises(ValueError, match="holds no strata"):
+        load_strata(without)
+    for bad in ([0, 1], [0, 1, -1], [0.0, 1.0, 2.0], [0, 1, 200]):
+        with pytest.raises(ValueError, match="strata must be"):
+            save_ranks(path, np.array([1, 2, 3]), np.array(bad))
+
+
+def test_commit_names_the_code():
+    assert re.fullmatch(r"[0-9a-f]{10}\+?|v[\d.]+", commit())
+
+
+def test_commit_outside_of_a_checkout_is_the_version(tmp_path):
+    shutil.copytree(Path(bft_nb.__file__).parent, tmp_path / "bft_nb", ignore=shutil.ignore_patterns("__pycache__"))
+    code = "import bft_nb.results as r; print(r.commit())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(tmp_path)})
+    assert done.stdout.strip() == f"v{bft_nb.__version__}"

@@ -370,3 +370,39 @@ def test_progress_shows_the_loss(split, capsys):
     fit(small(split), split, epochs=1, **QUICK)
     captured = capsys.readouterr()
     assert captured.err == captured.out == ""
+
+
+TWO = """
+import sys
+sys.path.insert(0, {tests!r})
+import torch
+import torch.distributed as dist
+from test_training import *
+from bft_nb.ranking import Ranking
+split = chain_split()
+model = small(split)
+result = fit(model, split, epochs=6, patience=6, out_dir={out!r}, **QUICK)
+rank = dist.get_rank()
+own = Ranking(filter_seen=True, compute_on_cpu=False)
+own.update(evaluate(model, split.test)[rank::2])
+total = own.compute()
+mine = torch.cat([p.detach().flatten() for p in model.parameters()])
+both = [torch.empty_like(mine) for _ in range(2)]
+dist.all_gather(both, mine)
+assert torch.equal(*both)
+assert float(total["n"]) == 120, total
+alone = Ranking(filter_seen=True, sync_on_compute=False)
+alone.update(evaluate(model, split.test))
+assert abs(float(alone.compute()["ndcg@10"] - total["ndcg@10"])) < 1e-12
+assert result.history[-1]["loss"] < result.history[0]["loss"]
+dist.destroy_process_group()
+print("both fine")
+"""
+
+
+def test_two_processes_agree_and_end(tmp_path):
+    script = tmp_path / "two.py"
+    script.write_text(TWO.format(tests=os.path.dirname(__file__), out=str(tmp_path / "run")))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0 and done.stdout.count("both fine") == 2, done.stderr[-3000:]

@@ -142,9 +142,9 @@ ranks(scores, targets, seen)
 # %%
 #| exports
 def hit_rate(
-    ranks: Int[Tensor, " m"],  # from `ranks`
+    ranks: Int[Tensor, "*m"],  # from `ranks`
     k: int = 10,  # length of the list the user sees
-) -> Float[Tensor, " m"]:  # 0 or 1 per user
+) -> Float[Tensor, "*m"]:  # 0 or 1 per user
     "Was the target in the first k? Equation (32.2)."
     return (ranks <= k).double()
 
@@ -158,9 +158,9 @@ def hit_rate(
 # %%
 #| exports
 def ndcg(
-    ranks: Int[Tensor, " m"],
+    ranks: Int[Tensor, "*m"],
     k: int = 10,
-) -> Float[Tensor, " m"]:  # in [0, 1] per user
+) -> Float[Tensor, "*m"]:  # in [0, 1] per user
     "Normalised discounted cumulative gain with one relevant item, equation (32.3) [@jarvelin2002ndcg]."
     return hit_rate(ranks, k) / torch.log2(1 + ranks.double())
 
@@ -174,8 +174,8 @@ def ndcg(
 # %%
 #| exports
 def reciprocal_rank(
-    ranks: Int[Tensor, " m"],
-) -> Float[Tensor, " m"]:  # in (0, 1] per user
+    ranks: Int[Tensor, "*m"],
+) -> Float[Tensor, "*m"]:  # in (0, 1] per user
     "One over the rank, equation (32.4)."
     return 1 / ranks.double()
 
@@ -337,12 +337,12 @@ def by_stratum(
     confidence: float = 0.95,
 ) -> list[Stratum]:  # rarest first
     "Metrics by popularity of the target, with Wilson intervals; `ValueError` if the lengths differ."
-    ranks, strata = torch.as_tensor(ranks), torch.as_tensor(strata)
-    if ranks.shape != strata.shape:
-        raise ValueError(f"ranks and strata must have one shape, got {tuple(ranks.shape)} and {tuple(strata.shape)}")
+    found, groups = torch.as_tensor(ranks), np.asarray(strata)
+    if tuple(found.shape) != groups.shape:
+        raise ValueError(f"ranks and strata must have one shape, got {tuple(found.shape)} and {groups.shape}")
     rows = []
-    for s in strata.unique().tolist():
-        part = ranks[strata == s]
+    for s in np.unique(groups).tolist():
+        part = found[torch.from_numpy(groups == s)]
         low, high = wilson_interval(int((part <= k).sum()), len(part), confidence)
         rows.append(Stratum(s, len(part), float(hit_rate(part, k).mean()), low, high, float(ndcg(part, k).mean())))
     return rows
@@ -380,20 +380,19 @@ class Difference(NamedTuple):
 # %%
 #| exports
 def paired_bootstrap(
-    ranks_a: Int[Tensor, "*seeds m"],  # of one run, or of several seeds
-    ranks_b: Int[Tensor, "*others m"],  # the same users in the same order
+    ranks_a: Int[Tensor, "*seeds_a m"],  # of several trainings, if there are: their metric is averaged per user
+    ranks_b: Int[Tensor, "*seeds_b m"],  # the same users in the same order
     metric: Callable[[Tensor], Tensor] = ndcg,  # value per user from ranks
     strata: Int[np.ndarray, " m"] | None = None,  # one interval per stratum, besides all
     n: int = 2000,  # resamples
     seed: int = 0,
     confidence: float = 0.95,
 ) -> dict[str, Difference]:  # keys "all" and, with strata, "0", "1", …
-    "Percentile bootstrap over users of the paired difference, averaged over seeds first [@efron1993bootstrap], by `scipy.stats.bootstrap`."
+    "Percentile bootstrap over users of the paired difference [@efron1993bootstrap], by `scipy.stats.bootstrap`."
     a, b = torch.as_tensor(ranks_a), torch.as_tensor(ranks_b)
-    if a.shape[-1:] != b.shape[-1:] or not 1 <= min(a.ndim, b.ndim) <= max(a.ndim, b.ndim) <= 2:
-        raise ValueError(f"ranks must be (users,) or (seeds, users) of the same users, got shapes {tuple(a.shape)} and {tuple(b.shape)}")
-    of_a, of_b = (torch.stack([metric(r) for r in x.reshape(-1, x.shape[-1])]).mean(0) for x in (a, b))
-    difference = (of_a - of_b).numpy()
+    if a.ndim == 0 or b.ndim == 0 or a.shape[-1] != b.shape[-1]:
+        raise ValueError(f"ranks must be of the same users, got shapes {tuple(a.shape)} and {tuple(b.shape)}")
+    difference = (metric(a).reshape(-1, a.shape[-1]).mean(0) - metric(b).reshape(-1, b.shape[-1]).mean(0)).numpy()
     groups = {"all": np.ones(len(difference), dtype=bool)}
     if strata is not None:
         groups |= {str(s): np.asarray(strata) == s for s in np.unique(strata)}

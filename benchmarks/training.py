@@ -1,6 +1,6 @@
 """What `transformers.Trainer` costs per step, against a bare loop over the same model, batches and optimiser.
 
-    python tools/bench_training.py [--steps 30] [--rounds 3]
+    python benchmarks/training.py [--steps 30] [--rounds 3]
 
 CPU time of this process, one thread; trainer and bare loop take turns, and the median of the per-round ratios is printed.
 """
