@@ -25,10 +25,10 @@ def visible_keys(
     is_causal: bool,  # query t sees keys j ≤ t only
     queries: int,  # T
     keys: int,  # J
-) -> Int[Tensor, "#b #h t"] | None:  # None: every query sees every key
+) -> Int[Tensor, "#b #h t"]:
     "How many keys each query may look at."
     if mask is None:
-        return torch.arange(1, queries + 1)[None, None] if is_causal else None
+        return (torch.arange(1, queries + 1) if is_causal else torch.full((queries,), keys))[None, None]
     if not is_causal:
         return mask.sum(-1).expand(*mask.shape[:2], queries)
     if mask.shape[-2] == 1:
@@ -185,7 +185,15 @@ def _split_mask(mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     hidden = mask == -torch.inf
     return (~hidden if hidden.any() else None), mask.masked_fill(hidden, 0)
 
-# %% ../nbs/20_attention.ipynb #f49fdd50
+# %% ../nbs/20_attention.ipynb #97c90ab9
+def _without_evidence(m: Moments, seen: Bool[Tensor, "#b #h t"]) -> Moments:
+    "Replace the moments of queries that see no key, without a gradient into what they could not see."
+    row = seen.unsqueeze(-1)
+    return Moments(
+        torch.where(row, m.e, 0), torch.where(row, m.scatter, 0), torch.where(seen, m.s2_0, NO_EVIDENCE), torch.where(seen, m.kappa, 1)
+    )
+
+# %% ../nbs/20_attention.ipynb #8bf4130c
 def observe(
     q: Float[Tensor, "b h t k"],  # queries
     k: Float[Tensor, "b h j k"],  # keys
@@ -205,32 +213,15 @@ def observe(
     check_options(resolution, weights, nu0, impl)
     visible, bias = _split_mask(mask)
     _check_shapes(q, k, v, lam_bar, mask, is_causal)
+    counts = visible_keys(visible, is_causal, q.shape[2], k.shape[2]).to(q.device)
     with torch.autocast(q.device.type, enabled=False):
-        scaled = at_least_float32(q) * (q.shape[-1] ** -0.5 if scale is None else scale)
+        q = at_least_float32(q) * (q.shape[-1] ** -0.5 if scale is None else scale)
         origin = at_least_float32(_origin(v, visible) if shift is None else shift.detach())
-        centred = at_least_float32(v) - origin
-        moments = IMPLEMENTATIONS[impl](scaled, at_least_float32(k), centred, at_least_float32(lam_bar)[:, None], visible, bias, is_causal, resolution == "diagonal")
-        counts = visible_keys(visible, is_causal, q.shape[2], k.shape[2])
-        e, s, s2_0, kappa, seen = _without_evidence(moments, counts)
-        variance = observation_variance(s, kappa.unsqueeze(-1), s2_0.unsqueeze(-1), nu0, _key_count(counts, k) if weights == "precision" else None)
-        mean = e + origin if counts is None else e + origin * seen.unsqueeze(-1)
-        return Observation(mean.to(v.dtype), variance.reciprocal(), seen / kappa)
-
-# %% ../nbs/20_attention.ipynb #be8ff0b0
-def _key_count(counts: Tensor | None, k: Tensor) -> Tensor:
-    "Visible keys per query as a float that broadcasts with S; at least one."
-    if counts is None:
-        return k.new_tensor(float(k.shape[-2]))
-    return counts.clamp_min(1).to(k.device, torch.promote_types(k.dtype, torch.float32)).unsqueeze(-1)
-
-# %% ../nbs/20_attention.ipynb #97c90ab9
-def _without_evidence(m: Moments, counts: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | float]:
-    "Replace the moments of queries that see no key, without a gradient into what they could not see."
-    if counts is None:
-        return *m, 1.0
-    seen = (counts > 0).to(m.e.device)
-    row = seen.unsqueeze(-1)
-    return (
-        torch.where(row, m.e, 0), torch.where(row, m.scatter, 0), torch.where(seen, m.s2_0, NO_EVIDENCE),
-        torch.where(seen, m.kappa, 1), seen.to(m.e.dtype),
-    )  # fmt: skip
+        moments = IMPLEMENTATIONS[impl](q, at_least_float32(k), at_least_float32(v) - origin, at_least_float32(lam_bar)[:, None], visible, bias, is_causal, resolution == "diagonal")
+        seen = counts > 0
+        if visible is not None:  # else every query sees a key
+            moments, origin = _without_evidence(moments, seen), origin * seen.unsqueeze(-1)
+        e, s, s2_0, kappa = moments
+        keys = counts.clamp_min(1).to(kappa.dtype).unsqueeze(-1) if weights == "precision" else None
+        variance = observation_variance(s, kappa.unsqueeze(-1), s2_0.unsqueeze(-1), nu0, keys)
+        return Observation((e + origin).to(v.dtype), variance.reciprocal(), seen / kappa)

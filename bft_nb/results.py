@@ -1,7 +1,7 @@
 """Result rows in long format, appended atomically, and the ranks behind them.
 
 A row says one number of one run. Rows live in CSV files (`data/results/*.csv`) with exactly the columns of `COLUMNS`;
-per-user ranks live beside them (`data/results/ranks/*.npz`), so that two runs can be compared user by user.
+ranks and strata per user live beside them (`data/results/ranks/*.npz`), so that two runs can be compared user by user.
 """
 
 import csv
@@ -9,6 +9,7 @@ import hashlib
 import json
 import math
 import os
+import subprocess
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -149,17 +150,32 @@ def ranks_path(folder: str | Path, run: Mapping[str, Any], split: str = "test") 
     return Path(folder) / f"{run['exp']}-{run['dataset']}-{run['model']}-{run_key(run)}-{split}.npz"
 
 
-def save_ranks(path: str | Path, ranks: Any) -> Path:
-    "Ranks per user, cut at 255, as a compressed byte array; `ValueError` unless positive integers in one row."
-    values = np.asarray(ranks)
+def save_ranks(path: str | Path, ranks: Any, strata: Any) -> Path:
+    """Rank and stratum of each user's target as compressed bytes; ranks are cut at 255.
+
+    `ValueError` unless the ranks are positive integers in one row, and the strata small non-negative ones of the same length.
+    """
+    values, groups = np.asarray(ranks), np.asarray(strata)
     if values.ndim != 1 or not np.issubdtype(values.dtype, np.integer) or (values < 1).any():
         raise ValueError(f"ranks must be positive integers in one row, got {values.dtype} of shape {values.shape}")
+    if groups.shape != values.shape or not np.issubdtype(groups.dtype, np.integer) or ((groups < 0) | (groups > 255)).any():
+        raise ValueError(f"strata must be integers from 0 to 255, one per rank, got {groups.dtype} of shape {groups.shape} for {values.shape}")
     with _replacing(Path(path)) as temporary:
-        np.savez_compressed(temporary, ranks=np.minimum(values, RANK_CAP).astype(np.uint8))
+        np.savez_compressed(temporary, ranks=np.minimum(values, RANK_CAP).astype(np.uint8), strata=groups.astype(np.uint8))
     return Path(path)
 
 
-def load_ranks(path: str | Path) -> np.ndarray:
-    "Ranks per user as int64; 255 means 255 or worse."
+def load_ranks(path: str | Path) -> tuple[np.ndarray, np.ndarray]:
+    "Ranks per user (255 means 255 or worse) and the strata of their targets, both int64."
     with np.load(path, allow_pickle=False) as stored:
-        return stored["ranks"].astype(np.int64)
+        return stored["ranks"].astype(np.int64), stored["strata"].astype(np.int64)
+
+
+def commit() -> str:
+    "The commit of the code that runs, with `-dirty` for uncommitted changes; `unknown` outside of git."
+    try:
+        here = Path(__file__).resolve().parent
+        told = subprocess.run(["git", "describe", "--always", "--dirty", "--abbrev=12"], cwd=here, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return told.stdout.strip()

@@ -226,7 +226,7 @@ def parameter_groups(model: nn.Module, lr: float, precision_lr: float | None, we
     if getattr(model, "bft", False):
         from bft_nb.encoder import precision_parameters
 
-        special = list(precision_parameters(model))
+        special = [p for p in precision_parameters(model) if p.requires_grad]
     ids = {id(p) for p in special}
     rest = [p for p in model.parameters() if p.requires_grad and id(p) not in ids]
     groups = [{"params": rest, "lr": lr, "weight_decay": weight_decay}]

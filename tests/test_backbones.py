@@ -3,6 +3,7 @@
 import json
 import math
 
+import jaxtyping
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,12 +11,19 @@ from hypothesis import strategies as st
 from torch import nn
 
 from bft_nb.backbones import SASRec, align_left
+from bft_nb.encoder import precision_parameters
 
 close = torch.testing.assert_close
 
 
+@pytest.fixture(scope="module", params=[False, True], ids=["plain", "bft"])
+def model(request):
+    torch.manual_seed(0)
+    return SASRec(n_items=30, max_length=12, d=16, bft=request.param).eval()
+
+
 @pytest.fixture(scope="module")
-def model():
+def plain():
     torch.manual_seed(0)
     return SASRec(n_items=30, max_length=12, d=16).eval()
 
@@ -25,10 +33,10 @@ def pad(row, left, right):
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.lists(st.integers(1, 30), min_size=1, max_size=8), st.integers(0, 4), st.integers(0, 4), st.integers(0, 99))
-def test_padding_and_company_change_nothing(row, left, right, seed):
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=8), st.integers(0, 4), st.integers(0, 4), st.integers(0, 99), st.booleans())
+def test_padding_and_company_change_nothing(row, left, right, seed, bft):
     torch.manual_seed(1)
-    model = SASRec(n_items=30, max_length=16, d=16).eval()
+    model = SASRec(n_items=30, max_length=16, d=16, bft=bft).eval()
     want = model(torch.tensor([row]))[0]
     padded = pad(row, left, right)
     others = torch.randint(0, 31, (3, padded.shape[1]), generator=torch.Generator().manual_seed(seed))
@@ -75,7 +83,7 @@ def test_causal_by_gradient(model):
 
 def reference(model, items):
     "The pre-norm causal encoder written out from the equations, one head at a time."
-    x = model.item_embedding.weight[items] + model.position_embedding.weight[: len(items)]
+    x = model.item_embedding.weight[items] * 4 + model.position_embedding.weight[: len(items)]
     mask = torch.full((len(items), len(items)), -math.inf).triu(1)
     for layer in model.encoder.layers:
         y = layer.norm1(x)
@@ -88,7 +96,8 @@ def reference(model, items):
     return model.encoder.norm(x)
 
 
-def test_against_the_equations(model):
+def test_against_the_equations(plain):
+    model = plain
     items = torch.tensor([7, 3, 30, 1, 1, 12])
     close(model(items[None])[0], reference(model, items), atol=1e-5, rtol=1e-5)
     with torch.no_grad():  # torch's fused inference path
@@ -130,7 +139,8 @@ def test_bad_sizes(arguments, message):
         SASRec(**arguments)
 
 
-def test_bad_items(model):
+def test_bad_items(model, monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # what a user meets: the library's own message
     with pytest.raises(ValueError, match="longer than max_length=12"):
         model(torch.ones(1, 13, dtype=torch.long))
     with pytest.raises(TypeError, match="float32"):
@@ -159,3 +169,56 @@ def test_one_seed_one_model():
         made.append(SASRec(n_items=9, d=8).state_dict())
     assert all(torch.equal(made[0][name], made[1][name]) for name in made[0])
     assert 0.015 < float(made[0]["position_embedding.weight"].std()) < 0.025
+
+
+def test_filtering_differs_in_the_layers_and_the_first_precision_only(plain):
+    tracked = SASRec(n_items=30, max_length=12, d=16, bft=True)
+    added = set(tracked.state_dict()) - set(plain.state_dict())
+    assert added == {"precision.log_tau.weight", "encoder.layers.0.raw_noise", "encoder.layers.1.raw_noise"}
+    assert set(plain.state_dict()) < set(tracked.state_dict())
+
+
+@pytest.mark.parametrize("precision", ["item", "mlp", "constant"])
+def test_the_degenerate_filter_is_the_plain_model(plain, precision):
+    degenerate = SASRec(n_items=30, max_length=12, d=16, bft=True, precision=precision, kriging=False, kalman=False).eval()
+    degenerate.load_state_dict(plain.state_dict(), strict=False)
+    items = torch.randint(0, 31, (5, 12), generator=torch.Generator().manual_seed(0))
+    close(degenerate(items), plain(items), atol=1e-6, rtol=1e-5)
+    close(degenerate.scores(degenerate.last(items))[:, 1:], plain.scores(plain.last(items))[:, 1:], atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("precision", ["item", "mlp", "constant"])
+def test_precision_learns(precision):
+    torch.manual_seed(0)
+    model = SASRec(n_items=30, max_length=12, d=16, bft=True, precision=precision)
+    model(torch.randint(1, 31, (4, 6))).square().mul(torch.linspace(0, 1, 16)).sum().backward()
+    learned = [p for p in precision_parameters(model) if p.requires_grad]
+    assert learned and all(bool(torch.isfinite(p.grad).all()) for p in learned)
+    assert any(float(p.grad.abs().max()) > 0 for p in learned)
+
+
+def test_what_the_filter_believes():
+    torch.manual_seed(0)
+    model = SASRec(n_items=30, max_length=12, d=16, bft=True, precision_init=2.0).eval()
+    items = torch.tensor([[1, 2, 3, 0]])
+    belief, steps = model.filter(items)
+    close(belief.mean[:, :3], model(items)[:, :3], atol=1e-5, rtol=1e-5)
+    assert len(steps) == 2 and bool((belief.precision[:, :3] > 0).all()) and bool(((steps[0].gain > 0) & (steps[0].gain < 1)).all())
+    close(steps[0].prior.precision[:, :3], torch.full((1, 3, 16), 2.0))
+
+
+def test_options_need_the_filter(plain):
+    with pytest.raises(TypeError, match="nu0.*bft=True"):
+        SASRec(n_items=5, nu0=2.0)
+    with pytest.raises(ValueError, match="'user'"):
+        SASRec(n_items=5, bft=True, precision="user")
+    with pytest.raises(ValueError, match="precision_init=2"):
+        SASRec(n_items=5, bft=True, precision="mlp", precision_init=2.0)
+    with pytest.raises(TypeError, match="no precision"):
+        plain.filter(torch.tensor([[1]]))
+
+
+def test_options_are_saved(tmp_path):
+    SASRec(n_items=5, d=8, bft=True, precision="constant", nu0=2.0, resolution="isotropic").save_pretrained(tmp_path)
+    again = SASRec.from_pretrained(tmp_path)
+    assert again.bft and again.encoder.layers[0].observing["nu0"] == 2.0 and again.encoder.layers[0].observing["resolution"] == "isotropic"

@@ -199,7 +199,7 @@ def test_evaluate_refuses_a_broken_model(split):
 def test_histories_longer_than_the_model_are_cut_but_seen_in_full():
     model = small(SimpleNamespace(n_items=24), max_length=3).eval()
     history = from_lengths(np.array([5, 2]), np.array([1, 2, 3, 4, 5, 6, 7]))
-    examples = Examples(np.arange(2), history, np.array([10, 11]))
+    examples = Examples(np.arange(2, dtype=np.int32), history, np.array([10, 11], dtype=np.int32))
     with torch.no_grad():
         scores = model.scores(model.last(torch.tensor([[3, 4, 5]])))
     want = ranks(scores, torch.tensor([10]), torch.tensor([[1, 2, 3, 4, 5]]))
@@ -240,31 +240,29 @@ KILLED = """
 import os, sys
 sys.path.insert(0, {tests!r})
 from test_training import QUICK, chain_split, fit, small
-from transformers import TrainerCallback
 import bft_nb._trainer as t
 class Kill(t.Progress):
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step == {step}: os._exit(9)
 t.Progress = Kill
 split = chain_split()
-fit(small(split), split, epochs=5, patience=9, out_dir={out!r}, progress=True, **QUICK)
+fit(small(split, bft={bft}), split, epochs=5, patience=9, precision_lr=1e-2, out_dir={out!r}, progress=True, **QUICK)
 """
 
 
-@pytest.mark.parametrize("step", [2, 10, 12])
-def test_a_killed_run_ends_where_an_uninterrupted_one_does(split, tmp_path, step):
-    script = KILLED.format(tests=os.path.dirname(__file__), step=step, out=str(tmp_path / "killed"))
+@pytest.mark.parametrize(("step", "bft"), [(2, False), (10, False), (12, True)])
+def test_a_killed_run_ends_where_an_uninterrupted_one_does(split, tmp_path, step, bft):
+    script = KILLED.format(tests=os.path.dirname(__file__), step=step, bft=bft, out=str(tmp_path / "killed"))
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 9, done.stderr[-2000:]
-    whole, resumed = small(split), small(split, seed=5)
-    if step == 2:  # nothing was saved yet: the second call starts afresh, from its own first weights
-        resumed = small(split)
-    want = fit(whole, split, epochs=5, patience=9, **QUICK)
-    got = fit(resumed, split, epochs=5, patience=9, out_dir=tmp_path / "killed", **QUICK)
+    run = dict(epochs=5, patience=9, precision_lr=1e-2) | QUICK
+    # before anything was saved a second call starts afresh, from its own first weights; later they don't matter
+    whole, resumed, again = (small(split, seed, bft=bft) for seed in (0, 0 if step == 2 else 5, 7))
+    want = fit(whole, split, **run)
+    got = fit(resumed, split, out_dir=tmp_path / "killed", **run)
     assert without_seconds(got.history) == without_seconds(want.history)
     assert_equal(weights(resumed), weights(whole))
-    again = small(split, seed=7)  # a finished run is not trained again
-    assert fit(again, split, epochs=5, patience=9, out_dir=tmp_path / "killed", **QUICK) == got
+    assert fit(again, split, out_dir=tmp_path / "killed", **run) == got  # a finished run is not trained again
     assert_equal(weights(again), weights(whole))
 
 
@@ -304,6 +302,31 @@ def test_parameter_groups_of_a_plain_model(split):
     model = small(split)
     (group,) = parameter_groups(model, 1e-3, 1e-2, 0.1)
     assert len(group["params"]) == len(list(model.parameters())) and group["lr"] == 1e-3 and group["weight_decay"] == 0.1
+
+
+def test_precision_parameters_have_a_learning_rate_of_their_own_and_no_decay(split):
+    model = small(split, bft=True)
+    rest, special = parameter_groups(model, 1e-3, 3e-2, 0.1)
+    assert (special["lr"], special["weight_decay"], rest["lr"], rest["weight_decay"]) == (3e-2, 0.0, 1e-3, 0.1)
+    names = {id(p): name for name, p in model.named_parameters()}
+    assert {names[id(p)] for p in special["params"]} == {"precision.log_tau.weight", "encoder.layers.0.raw_noise"}
+    assert len(rest["params"]) + len(special["params"]) == sum(p.requires_grad for p in model.parameters())
+    assert parameter_groups(model, 1e-3, None, 0.0)[1]["lr"] == 1e-3
+
+
+def test_precision_moves_faster_with_a_larger_rate(split):
+    moved = []
+    for rate in (1e-5, 5e-2):
+        model = small(split, bft=True)
+        result = fit(model, split, epochs=2, precision_lr=rate, **QUICK)
+        moved.append(float(model.precision.tau.detach().log().abs().mean()))
+        assert math.isfinite(result.history[-1]["loss"])
+    assert moved[1] > 10 * moved[0]
+
+
+def test_a_filtering_model_learns_the_ring(split):
+    model = small(split, bft=True)
+    assert max(row["ndcg@10"] for row in fit(model, split, epochs=12, patience=12, **QUICK).history) > 0.5
 
 
 @pytest.mark.parametrize(

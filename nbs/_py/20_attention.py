@@ -74,10 +74,10 @@ def visible_keys(
     is_causal: bool,  # query t sees keys j ≤ t only
     queries: int,  # T
     keys: int,  # J
-) -> Int[Tensor, "#b #h t"] | None:  # None: every query sees every key
+) -> Int[Tensor, "#b #h t"]:
     "How many keys each query may look at."
     if mask is None:
-        return torch.arange(1, queries + 1)[None, None] if is_causal else None
+        return (torch.arange(1, queries + 1) if is_causal else torch.full((queries,), keys))[None, None]
     if not is_causal:
         return mask.sum(-1).expand(*mask.shape[:2], queries)
     if mask.shape[-2] == 1:
@@ -333,6 +333,19 @@ def _split_mask(mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     return (~hidden if hidden.any() else None), mask.masked_fill(hidden, 0)
 
 
+# %% [markdown]
+# Queries without keys get "no evidence": zero mean, variance `NO_EVIDENCE`, effective sample size zero.
+
+# %%
+#| exports
+def _without_evidence(m: Moments, seen: Bool[Tensor, "#b #h t"]) -> Moments:
+    "Replace the moments of queries that see no key, without a gradient into what they could not see."
+    row = seen.unsqueeze(-1)
+    return Moments(
+        torch.where(row, m.e, 0), torch.where(row, m.scatter, 0), torch.where(seen, m.s2_0, NO_EVIDENCE), torch.where(seen, m.kappa, 1)
+    )
+
+
 # %%
 #| exports
 def observe(
@@ -354,42 +367,18 @@ def observe(
     check_options(resolution, weights, nu0, impl)
     visible, bias = _split_mask(mask)
     _check_shapes(q, k, v, lam_bar, mask, is_causal)
+    counts = visible_keys(visible, is_causal, q.shape[2], k.shape[2]).to(q.device)
     with torch.autocast(q.device.type, enabled=False):
-        scaled = at_least_float32(q) * (q.shape[-1] ** -0.5 if scale is None else scale)
+        q = at_least_float32(q) * (q.shape[-1] ** -0.5 if scale is None else scale)
         origin = at_least_float32(_origin(v, visible) if shift is None else shift.detach())
-        centred = at_least_float32(v) - origin
-        moments = IMPLEMENTATIONS[impl](scaled, at_least_float32(k), centred, at_least_float32(lam_bar)[:, None], visible, bias, is_causal, resolution == "diagonal")
-        counts = visible_keys(visible, is_causal, q.shape[2], k.shape[2])
-        e, s, s2_0, kappa, seen = _without_evidence(moments, counts)
-        variance = observation_variance(s, kappa.unsqueeze(-1), s2_0.unsqueeze(-1), nu0, _key_count(counts, k) if weights == "precision" else None)
-        mean = e + origin if counts is None else e + origin * seen.unsqueeze(-1)
-        return Observation(mean.to(v.dtype), variance.reciprocal(), seen / kappa)
-
-
-# %% [markdown]
-# Queries without keys get "no evidence": zero mean, variance `NO_EVIDENCE`, effective sample size zero.
-
-# %%
-#| exports
-def _key_count(counts: Tensor | None, k: Tensor) -> Tensor:
-    "Visible keys per query as a float that broadcasts with S; at least one."
-    if counts is None:
-        return k.new_tensor(float(k.shape[-2]))
-    return counts.clamp_min(1).to(k.device, torch.promote_types(k.dtype, torch.float32)).unsqueeze(-1)
-
-
-# %%
-#| exports
-def _without_evidence(m: Moments, counts: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | float]:
-    "Replace the moments of queries that see no key, without a gradient into what they could not see."
-    if counts is None:
-        return *m, 1.0
-    seen = (counts > 0).to(m.e.device)
-    row = seen.unsqueeze(-1)
-    return (
-        torch.where(row, m.e, 0), torch.where(row, m.scatter, 0), torch.where(seen, m.s2_0, NO_EVIDENCE),
-        torch.where(seen, m.kappa, 1), seen.to(m.e.dtype),
-    )  # fmt: skip
+        moments = IMPLEMENTATIONS[impl](q, at_least_float32(k), at_least_float32(v) - origin, at_least_float32(lam_bar)[:, None], visible, bias, is_causal, resolution == "diagonal")
+        seen = counts > 0
+        if visible is not None:  # else every query sees a key
+            moments, origin = _without_evidence(moments, seen), origin * seen.unsqueeze(-1)
+        e, s, s2_0, kappa = moments
+        keys = counts.clamp_min(1).to(kappa.dtype).unsqueeze(-1) if weights == "precision" else None
+        variance = observation_variance(s, kappa.unsqueeze(-1), s2_0.unsqueeze(-1), nu0, keys)
+        return Observation((e + origin).to(v.dtype), variance.reciprocal(), seen / kappa)
 
 
 # %%
@@ -433,7 +422,7 @@ def saved_bytes(impl, t):
     storages = {}
     def keep(x): storages[x.untyped_storage().data_ptr()] = x; return x
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        seen = observe(q, k, v, torch.ones(1, t), is_causal=True, impl=impl)
+        observe(q, k, v, torch.ones(1, t), is_causal=True, impl=impl)
     return sum(x.untyped_storage().nbytes() for x in storages.values())
 
 

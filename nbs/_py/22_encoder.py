@@ -22,6 +22,7 @@
 #| exports
 import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -213,7 +214,7 @@ class BFTEncoderLayer(nn.TransformerEncoderLayer):
         self.activation_relu_or_gelu = 0  # or torch's own encoder would hand over nested tensors
         self.batch_first = batch_first
         self.kriging, self.kalman, self.jacobian = kriging, kalman, jacobian
-        self.observing = {"resolution": resolution, "weights": weights, "nu0": nu0, "impl": impl}
+        self.observing: dict[str, Any] = {"resolution": resolution, "weights": weights, "nu0": nu0, "impl": impl}
         start = torch.full((d_model,), math.log(math.expm1(process_noise)) if process_noise else 0.0, device=device)
         self.raw_noise = nn.Parameter(start) if process_noise else None
 
@@ -252,7 +253,7 @@ class BFTEncoderLayer(nn.TransformerEncoderLayer):
         qkv = F.linear(x, attn.in_proj_weight, attn.in_proj_bias).unflatten(-1, (3, attn.num_heads, -1))
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
         lam_bar = reliability(belief) if self.kriging else torch.ones_like(belief.precision[..., 0])
-        allowed = _attention_mask(mask, padding, *x.shape[:2], attn.num_heads)
+        allowed = _attention_mask(mask, padding, x.shape[0], x.shape[1], attn.num_heads)
         seen = observe(q, k, v, lam_bar, mask=allowed, is_causal=is_causal, shift=self._value_of_average_token(), **self.observing)
         e, lam_obs = project(seen, attn.out_proj.weight, attn.out_proj.bias)
         return Belief(self.dropout1(e), lam_obs), seen.n_eff

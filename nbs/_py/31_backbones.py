@@ -35,6 +35,10 @@ from huggingface_hub import PyTorchModelHubMixin
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from bft_nb.core import Belief
+from bft_nb.encoder import BFTEncoder, BFTEncoderLayer, ConstantPrecision, ItemPrecision, MLPPrecision
+from bft_nb.layer import Step
+
 # %% [markdown]
 # ## The smallest case
 #
@@ -101,11 +105,62 @@ sum(p.numel() for p in plain_encoder(64, 2, 2, 64, 0.0).parameters())
 
 
 # %% [markdown]
+# The filtering encoder (chapter 22) takes the same arguments; its options come after them:
+
+
+# %%
+#| exports
+def filter_encoder(
+    d: int,
+    n_layers: int,
+    n_heads: int,
+    d_ff: int,
+    dropout: float,
+    **options,  # further arguments of `BFTEncoderLayer`
+) -> BFTEncoder:
+    "The same stack with filtering layers: only the class differs."
+    layer = BFTEncoderLayer(d, n_heads, d_ff, dropout, "gelu", batch_first=True, norm_first=True, **options)
+    return BFTEncoder(layer, n_layers, nn.LayerNorm(d), enable_nested_tensor=False)
+
+
+# %% [markdown]
+# What it adds are a process noise per feature and layer (that of the last layer is fixed, since no observation follows it):
+
+# %%
+extra = dict(filter_encoder(64, 2, 2, 64, 0.0).named_parameters())
+{name: tuple(p.shape) for name, p in extra.items() if "noise" in name}
+
+
+# %% [markdown]
+# A filter needs a precision to start from. It belongs to the item (how much does this item's embedding tell?), is computed from the embedding, or is one number for all [@bft2026]:
+
+
+# %%
+#| exports
+def initial_precision(
+    kind: str,  # "item", "mlp" or "constant"
+    n_items: int,
+    d: int,
+    init: float,  # τ at the start; with "mlp" only 1 is possible
+) -> nn.Module:  # items, embedding -> τ
+    "The module that gives each token its first precision τ; `ValueError` for an unknown kind or an init it can't have."
+    if kind == "item":
+        return ItemPrecision(n_items, init)
+    if kind == "mlp" and init == 1:
+        return MLPPrecision(d)
+    if kind == "constant":
+        return ConstantPrecision(init)
+    raise ValueError(f'precision must be "item", "mlp" (with precision_init=1) or "constant", got {kind!r} with precision_init={init}')
+
+
+# %% [markdown]
 # ## SASRec
 #
 # Item embedding plus learned position, dropout, encoder. The score of item $i$ after position $t$ is the inner product with the item's own embedding [@kang2018sasrec]:
 #
-# $$r_{ti} = h_t^\top m_i \tag{31.2}$$
+# $$x_t = \sqrt d\, m_{i_t} + p_t, \qquad r_{ti} = h_t^\top m_i \tag{31.2}$$
+#
+# The same $m$ serves at both ends with two jobs: large enough to be heard beside the position at the input, small enough for scores near zero at the start. The factor $\sqrt d$ at the input, which the authors' program has too, reconciles them; without it, validation NDCG after six epochs on Beauty is .016 instead of .025.
 #
 # Initialisation [D]: embeddings and positions $\mathcal N(0, 0.02^2)$, the padding row zero, the layers as torch makes them. Positions count from the first item of the (cut) history.
 
@@ -138,18 +193,21 @@ class SASRec(nn.Module, PyTorchModelHubMixin):
         d_ff: int | None = None,  # width of the feed-forward network; None: as wide as `d`
         dropout: float = 0.3,  # on the embedding and inside the layers
         bft: bool = False,  # filtering layers in place of torch's
-        precision: str = "item",  # initial precision: "item", "mlp" or "constant"; with `bft` only
+        precision: str = "item",  # where τ comes from: "item", "mlp" or "constant"; with `bft` only
+        precision_init: float = 1.0,  # τ at the start; with `bft` only
         **options,  # further arguments of `BFTEncoderLayer`; with `bft` only
     ):
         super().__init__()
         check_sizes(n_items, max_length, d, n_layers, n_heads, dropout)
-        self.n_items, self.max_length = n_items, max_length
+        if options and not bft:
+            raise TypeError(f"{', '.join(options)}: options of the filtering layers need bft=True")
+        self.n_items, self.max_length, self.bft = n_items, max_length, bft
         self.item_embedding = nn.Embedding(n_items + 1, d, padding_idx=0)
         self.position_embedding = nn.Embedding(max_length, d)
         self.dropout = nn.Dropout(dropout)
-        if bft or options:
-            raise NotImplementedError("bft=True needs bft_nb.encoder")
-        self.encoder = plain_encoder(d, n_layers, n_heads, d_ff or d, dropout)
+        build = filter_encoder if bft else plain_encoder
+        self.encoder = build(d, n_layers, n_heads, d_ff or d, dropout, **options)
+        self.precision = initial_precision(precision, n_items, d, precision_init) if bft else None
         self.reset_embeddings()
 
     def reset_embeddings(self) -> None:
@@ -175,12 +233,31 @@ class SASRec(nn.Module, PyTorchModelHubMixin):
         if bool(wrong.any()):
             raise ValueError(f"items must be ids 0 (padding) or 1..{self.n_items}, got {int(items[wrong][0])}")
 
+    def embed(self, items: Int[Tensor, "b t"]) -> Tensor | Belief:
+        "Input $x$ of the encoder (31.2), after dropout; with its initial precision if the encoder filters."
+        embedding = self.item_embedding(items) * self.item_embedding.embedding_dim**0.5
+        positions = torch.arange(items.shape[1], device=items.device)
+        x = self.dropout(embedding + self.position_embedding(positions))
+        return x if self.precision is None else Belief(x, self.precision(items, embedding))
+
     def encode(self, items: Int[Tensor, "b t"]) -> Float[Tensor, "b t d"]:
         "States of left-aligned histories, before padding is blanked."
-        positions = torch.arange(items.shape[1], device=items.device)
-        x = self.dropout(self.item_embedding(items) + self.position_embedding(positions))
+        x = self.embed(items)
+        if isinstance(x, Belief):
+            return self.encoder(x, is_causal=True).mean
         mask = nn.Transformer.generate_square_subsequent_mask(items.shape[1], device=x.device, dtype=x.dtype)
         return self.encoder(x, mask=mask, is_causal=True)
+
+    def filter(
+        self,
+        items: Int[Tensor, "b t"],  # left-aligned, 0 is padding
+    ) -> tuple[Belief, list[Step]]:  # final belief; per layer: prior, observation, n_eff, posterior, predicted
+        "What a filtering model believes at each position and how it got there; `TypeError` for a plain model."
+        self.check_items(items)
+        x = self.embed(items)
+        if not isinstance(x, Belief):
+            raise TypeError("a plain SASRec tracks no precision: make it with bft=True")
+        return self.encoder(x, is_causal=True, with_intermediates=True)
 
     def forward(
         self,
@@ -284,6 +361,33 @@ plt.show()
 assert float(moved.tril(-1).max()) == 0
 
 # %% [markdown]
+# ## The filtering form
+#
+# One argument changes the class of the layers and adds the initial precision. With reliability ignored and the gain forced to one, the filter *is* the plain model: give both the same weights and they agree.
+
+# %%
+from bft_nb.encoder import precision_parameters
+
+# %%
+degenerate = SASRec(n_items=6, max_length=5, d=8, bft=True, kriging=False, kalman=False).eval()
+degenerate.load_state_dict(model.state_dict(), strict=False)
+torch.testing.assert_close(degenerate(histories), model(histories), atol=1e-6, rtol=1e-5)
+
+# %% [markdown]
+# The parameters that set a precision, which training gives a learning rate of their own:
+
+# %%
+tracked = SASRec(n_items=6, max_length=5, d=8, bft=True).eval()
+[tuple(p.shape) for p in precision_parameters(tracked)]
+
+# %% [markdown]
+# One number per item and a noise per feature and layer. And the gain of the first layer, position by position, for Ida: a first item has only itself to observe, later ones have more evidence:
+
+# %%
+belief, steps = tracked.filter(histories[:1])
+steps[0].gain.mean(-1).detach()
+
+# %% [markdown]
 # ## How it fails
 #
 # A history longer than the positions cover is refused, because silently dropping items is a decision: the batches of `bft_nb.training` make it and keep the most recent `max_length`.
@@ -292,6 +396,8 @@ assert float(moved.tril(-1).max()) == 0
 test_fail(lambda: model(torch.ones(1, 6, dtype=torch.long)), contains="longer than max_length=5")
 test_fail(lambda: model(torch.ones(1, 3)), contains="float32")
 test_fail(lambda: SASRec(n_items=6, d=64, n_heads=3), contains="d=64 and n_heads=3")
+test_fail(lambda: SASRec(n_items=6, nu0=2.0), contains="nu0")
+test_fail(lambda: SASRec(n_items=6, bft=True, precision="user"), contains="'user'")
 
 # %% [markdown]
 # ## Assumptions, and where they break

@@ -380,19 +380,20 @@ class Difference(NamedTuple):
 # %%
 #| exports
 def paired_bootstrap(
-    ranks_a: Int[Tensor, " m"],
-    ranks_b: Int[Tensor, " m"],  # the same users in the same order
+    ranks_a: Int[Tensor, "*seeds m"],  # of one run, or of several seeds
+    ranks_b: Int[Tensor, "*others m"],  # the same users in the same order
     metric: Callable[[Tensor], Tensor] = ndcg,  # value per user from ranks
     strata: Int[np.ndarray, " m"] | None = None,  # one interval per stratum, besides all
     n: int = 2000,  # resamples
     seed: int = 0,
     confidence: float = 0.95,
 ) -> dict[str, Difference]:  # keys "all" and, with strata, "0", "1", …
-    "Percentile bootstrap over users of the paired difference [@efron1993bootstrap], by `scipy.stats.bootstrap`."
+    "Percentile bootstrap over users of the paired difference, averaged over seeds first [@efron1993bootstrap], by `scipy.stats.bootstrap`."
     a, b = torch.as_tensor(ranks_a), torch.as_tensor(ranks_b)
-    if a.shape != b.shape or a.ndim != 1:
-        raise ValueError(f"ranks must be of the same users, got shapes {tuple(a.shape)} and {tuple(b.shape)}")
-    difference = (metric(a) - metric(b)).numpy()
+    if a.shape[-1:] != b.shape[-1:] or not 1 <= min(a.ndim, b.ndim) <= max(a.ndim, b.ndim) <= 2:
+        raise ValueError(f"ranks must be (users,) or (seeds, users) of the same users, got shapes {tuple(a.shape)} and {tuple(b.shape)}")
+    of_a, of_b = (torch.stack([metric(r) for r in x.reshape(-1, x.shape[-1])]).mean(0) for x in (a, b))
+    difference = (of_a - of_b).numpy()
     groups = {"all": np.ones(len(difference), dtype=bool)}
     if strata is not None:
         groups |= {str(s): np.asarray(strata) == s for s in np.unique(strata)}

@@ -1,0 +1,108 @@
+"""Tables and comparisons from stored rows and ranks alone: what a reader of the book sees, a clone can compute again."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor
+
+from bft_nb.ranking import Difference, ndcg, paired_bootstrap, wilson_interval
+from bft_nb.results import load_ranks, ranks_path, read_rows
+from bft_nb.runner import checkout
+
+STRATA = ("rarest quarter", "2nd", "3rd", "most popular quarter")  # of items by train count; as written under figures
+
+
+def results_folder() -> Path:
+    "`data/results` of the checkout; `FileNotFoundError` outside of one."
+    root = checkout()
+    if root is None:
+        raise FileNotFoundError("stored rows lie in data/results of a checkout of this repository, and the working directory is in none")
+    return root / "data" / "results"
+
+
+def load_rows(
+    experiment: str,  # stem of a file in the folder
+    folder: Path | None = None,  # default: `results_folder()`
+) -> pd.DataFrame:  # one line per row, parameters spread into columns of their own names
+    "Stored rows of an experiment; `FileNotFoundError` if there are none."
+    path = (folder or results_folder()) / f"{experiment}.csv"
+    if not path.exists():
+        raise FileNotFoundError(f"no rows of {experiment!r} in {path.parent}")
+    rows = pd.DataFrame(read_rows(path))
+    params = pd.json_normalize([pd.io.json.ujson_loads(p) for p in rows["params"]]) if len(rows) else pd.DataFrame()
+    return pd.concat([rows, params.drop(columns=[c for c in params if c in rows])], axis=1)
+
+
+def over_seeds(
+    rows: pd.DataFrame,  # from `load_rows`, already chosen
+    by: Sequence[str],  # columns that tell cells apart
+) -> pd.DataFrame:  # index `by` + metric; columns mean, sd, seeds, n
+    "Mean and standard deviation over seeds."
+    grouped = rows.groupby([*by, "metric"], sort=False, dropna=False)
+    return grouped.agg(mean=("value", "mean"), sd=("value", "std"), seeds=("seed", "nunique"), n=("n", "first"))
+
+
+def runs_of(rows: pd.DataFrame) -> list[dict[str, Any]]:
+    "The distinct runs among rows, as `results.ranks_path` wants them, ordered by seed."
+    names = ["exp", "dataset", "model", "params", "seed"]
+    return rows[names].drop_duplicates().sort_values("seed").to_dict("records")
+
+
+def seed_ranks(
+    rows: pd.DataFrame,  # of one cell: same data, model and parameters, all seeds
+    split: str = "test",
+    folder: Path | None = None,
+) -> tuple[np.ndarray, np.ndarray]:  # ranks (seeds, users), strata (users,)
+    "Stored ranks of every seed of a cell."
+    paths = [ranks_path((folder or results_folder()) / "ranks", run, split) for run in runs_of(rows)]
+    if not paths:
+        raise ValueError("no stored run matches: the rows are empty")
+    ranks, strata = zip(*map(load_ranks, paths), strict=True)
+    return np.stack(ranks), strata[0]
+
+
+def compare(
+    candidate: pd.DataFrame,  # rows of one cell
+    baseline: pd.DataFrame,  # rows of another, same data
+    metric: Callable[[Tensor], Tensor] = ndcg,  # value per user from ranks
+    split: str = "test",
+    folder: Path | None = None,
+) -> dict[str, Difference]:  # keys "all", "0" (rarest) … "3"
+    "Candidate minus baseline, averaged over seeds, with a bootstrap interval over users (the same users in both)."
+    (a, strata), (b, other) = (seed_ranks(rows, split, folder) for rows in (candidate, baseline))
+    if not np.array_equal(strata, other):
+        raise ValueError("the two cells were evaluated on different users or strata")
+    return paired_bootstrap(torch.as_tensor(a), torch.as_tensor(b), metric, strata)
+
+
+def interval(value: float, n: int) -> tuple[float, float]:
+    "Distances from a hit rate over n users to the ends of its 95 % Wilson interval."
+    low, high = wilson_interval(round(value * n), n)
+    return value - low, high - value
+
+
+def choose(
+    rows: pd.DataFrame,
+    **values: Any,  # column = value; None matches rows that lack the parameter
+) -> pd.DataFrame:
+    "Rows whose columns have these values."
+    keep = pd.Series(True, index=rows.index)
+    for name, value in values.items():
+        column = rows[name] if name in rows else pd.Series(None, index=rows.index)
+        keep &= column.isna() if value is None else column == value
+    return rows[keep]
+
+
+def signed(d: Difference, scale: float = 1.0, digits: int = 4) -> str:
+    "`+.0012 [−.0001, +.0025]`."
+    show = lambda x: f"{scale * x:+.{digits}f}".replace("-", "−").replace("0.", ".", 1) if abs(scale * x) < 1 else f"{scale * x:+.{digits}f}"
+    return f"{show(d.mean)} [{show(d.low)}, {show(d.high)}]"
+
+
+def configuration(values: Mapping[str, Any]) -> pd.DataFrame:
+    "Parameters as a two-column table."
+    return pd.DataFrame({"value": [str(v) for v in values.values()]}, index=pd.Index(values, name="parameter"))
