@@ -186,7 +186,7 @@ def _spawn(spec: Mapping[str, Any], progress: bool, timeout: float | None) -> st
     try:
         _, err = child.communicate(json.dumps(spec), timeout=timeout)
     except subprocess.TimeoutExpired:
-        return f"took more than {timeout} s"
+        raise RunFailed(f"{Path(spec['notebook']).name}: took more than {timeout} s") from None
     finally:  # on time-out or Ctrl-C the child, and with it its kernel, ends too
         if child.poll() is None:
             child.terminate()

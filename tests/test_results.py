@@ -140,8 +140,10 @@ def test_make_rows():
 
 def test_ranks(tmp_path):
     ranks = np.random.default_rng(0).zipf(1.3, 22_363).clip(1, 12_101)
-    path = save_ranks(ranks_path(tmp_path, row()), ranks)
-    np.testing.assert_array_equal(load_ranks(path), np.minimum(ranks, 255))
+    strata = ranks % 4
+    path = save_ranks(ranks_path(tmp_path, row()), ranks, strata)
+    for got, want in zip(load_ranks(path), (np.minimum(ranks, 255), strata), strict=True):
+        np.testing.assert_array_equal(got, want)
     assert path.stat().st_size < 40_000
     assert path.name.startswith("rec-synthetic-SASRec-") and path.name.endswith("-test.npz")
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
@@ -150,7 +152,14 @@ def test_ranks(tmp_path):
 @pytest.mark.parametrize("bad", [[0, 1], [1.5], [[1, 2]], [-3]])
 def test_bad_ranks(tmp_path, bad):
     with pytest.raises(ValueError, match="positive integers"):
-        save_ranks(tmp_path / "r.npz", np.array(bad))
+        save_ranks(tmp_path / "r.npz", np.array(bad), np.zeros(len(bad), dtype=int))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("bad", [[0], [0, -1], [0, 256], [0.0, 1.0]])
+def test_bad_strata(tmp_path, bad):
+    with pytest.raises(ValueError, match="strata must be integers from 0 to 255, one per rank"):
+        save_ranks(tmp_path / "r.npz", np.array([1, 2]), np.array(bad))
     assert not list(tmp_path.iterdir())
 
 
