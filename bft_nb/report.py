@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bft_nb.ranking import Difference, ndcg, paired_bootstrap, wilson_interval
-from bft_nb.results import load_ranks, ranks_path, read_rows
+from bft_nb.results import load_ranks, load_strata, ranks_path, read_rows
 from bft_nb.runner import checkout
 
 STRATA = ("rarest quarter", "2nd", "3rd", "most popular quarter")  # of items by train count; as written under figures
@@ -61,8 +61,7 @@ def seed_ranks(
     paths = [ranks_path((folder or results_folder()) / "ranks", run, split) for run in runs_of(rows)]
     if not paths:
         raise ValueError("no stored run matches: the rows are empty")
-    ranks, strata = zip(*map(load_ranks, paths), strict=True)
-    return np.stack(ranks), strata[0]
+    return np.stack([load_ranks(p) for p in paths]), load_strata(paths[0])
 
 
 def compare(
