@@ -1,5 +1,6 @@
 """Tables and comparisons from stored rows and ranks alone: what a reader of the book sees, a clone can compute again."""
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bft_nb.ranking import Difference, ndcg, paired_bootstrap, wilson_interval
-from bft_nb.results import load_ranks, ranks_path, read_rows
+from bft_nb.results import load_ranks, load_strata, ranks_path, read_rows
 from bft_nb.runner import checkout
 
 STRATA = ("rarest quarter", "2nd", "3rd", "most popular quarter")  # of items by train count; as written under figures
@@ -33,7 +34,7 @@ def load_rows(
     if not path.exists():
         raise FileNotFoundError(f"no rows of {experiment!r} in {path.parent}")
     rows = pd.DataFrame(read_rows(path))
-    params = pd.json_normalize([pd.io.json.ujson_loads(p) for p in rows["params"]]) if len(rows) else pd.DataFrame()
+    params = pd.json_normalize([json.loads(p) for p in rows["params"]]) if len(rows) else pd.DataFrame()
     return pd.concat([rows, params.drop(columns=[c for c in params if c in rows])], axis=1)
 
 
@@ -61,8 +62,7 @@ def seed_ranks(
     paths = [ranks_path((folder or results_folder()) / "ranks", run, split) for run in runs_of(rows)]
     if not paths:
         raise ValueError("no stored run matches: the rows are empty")
-    ranks, strata = zip(*map(load_ranks, paths), strict=True)
-    return np.stack(ranks), strata[0]
+    return np.stack([load_ranks(p) for p in paths]), load_strata(paths[0])
 
 
 def compare(
@@ -97,10 +97,10 @@ def choose(
     return rows[keep]
 
 
-def signed(d: Difference, scale: float = 1.0, digits: int = 4) -> str:
-    "`+.0012 [−.0001, +.0025]`."
-    show = lambda x: f"{scale * x:+.{digits}f}".replace("-", "−").replace("0.", ".", 1) if abs(scale * x) < 1 else f"{scale * x:+.{digits}f}"
-    return f"{show(d.mean)} [{show(d.low)}, {show(d.high)}]"
+def signed(d: Difference, digits: int = 4) -> str:
+    "`+0.0012 [−0.0003, +0.0025]`."
+    mean, low, high = (f"{x:+.{digits}f}".replace("-", "−") for x in (d.mean, d.low, d.high))
+    return f"{mean} [{low}, {high}]"
 
 
 def configuration(values: Mapping[str, Any]) -> pd.DataFrame:

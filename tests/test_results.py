@@ -142,8 +142,8 @@ def test_ranks(tmp_path):
     ranks = np.random.default_rng(0).zipf(1.3, 22_363).clip(1, 12_101)
     strata = ranks % 4
     path = save_ranks(ranks_path(tmp_path, row()), ranks, strata)
-    for got, want in zip(load_ranks(path), (np.minimum(ranks, 255), strata), strict=True):
-        np.testing.assert_array_equal(got, want)
+    np.testing.assert_array_equal(load_ranks(path), np.minimum(ranks, 255))
+    np.testing.assert_array_equal(load_strata(path), strata)
     assert path.stat().st_size < 40_000
     assert path.name.startswith("rec-synthetic-SASRec-") and path.name.endswith("-test.npz")
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
@@ -153,13 +153,6 @@ def test_ranks(tmp_path):
 def test_bad_ranks(tmp_path, bad):
     with pytest.raises(ValueError, match="positive integers"):
         save_ranks(tmp_path / "r.npz", np.array(bad), np.zeros(len(bad), dtype=int))
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("bad", [[0], [0, -1], [0, 256], [0.0, 1.0]])
-def test_bad_strata(tmp_path, bad):
-    with pytest.raises(ValueError, match="strata must be integers from 0 to 255, one per rank"):
-        save_ranks(tmp_path / "r.npz", np.array([1, 2]), np.array(bad))
     assert not list(tmp_path.iterdir())
 
 

@@ -36,7 +36,6 @@ store = False  # append the rows to data/results of this checkout?
 
 # %%
 import json
-import sys
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -46,15 +45,17 @@ import torch
 from bft_nb.backbones import SASRec
 from bft_nb.core import check_option
 from bft_nb.figures import COLOUR, use_style
-from bft_nb.interactions import describe, item_counts, leave_one_out, load, popularity_strata
-from bft_nb.ranking import hit_rate, ndcg, protocol, reciprocal_rank, repeated
-from bft_nb.report import STRATA, choose, compare, configuration, interval, load_rows, over_seeds, results_folder, signed
-from bft_nb.results import append_rows, commit, make_rows, ranks_path, save_ranks
+from bft_nb.interactions import describe, item_counts, leave_one_out, load, popularity_strata, repeats
+from bft_nb.ranking import hit_rate, ndcg, protocol, reciprocal_rank
+from bft_nb.report import STRATA, configuration, results_folder
+from bft_nb.results import append_rows, commit, has_rows, make_rows, ranks_path, save_ranks
 from bft_nb.training import evaluate, fit, history_rows, resolve_device
 
 # %%
 use_style()
 check_option("backbone", backbone, ["sasrec"])
+if store and dataset == "synthetic":
+    raise ValueError("rows of the synthetic world are not stored: choose a real data set, or store=false")
 place = resolve_device(device)
 
 # %% [markdown]
@@ -73,7 +74,10 @@ describe(data, split)
 # %%
 filter_seen = dataset != "synthetic"
 max_length = 200 if dataset == "ml1m" else 50
-protocol(split=f"{split.kind}, {split.hash[:8]}", n_items=split.n_items, filter_seen=filter_seen, max_length=max_length, n=len(split.test.targets), repeats=int(repeated(split.test).sum()))
+protocol(
+    split=f"{split.kind}, {split.hash[:8]}", n_items=split.n_items, filter_seen=filter_seen, max_length=max_length, n=len(split.test.targets),
+    repeats=repeats(split.test),
+)  # fmt: skip
 
 # %% [markdown]
 # The run is named by everything that decides its outcome; the plain model ignores what only a filter has.
@@ -163,9 +167,7 @@ for part, found in {"valid": measured["valid"][2], "test": measured["test"][2], 
 len(rows)
 
 # %%
-if store:
-    if dataset == "synthetic":
-        sys.exit("rows of the synthetic world are not stored: choose a real data set, or store=false")
+if store and not has_rows(results_folder() / "recommendation.csv", run):
     for part in ("valid", "test"):
         save_ranks(ranks_path(results_folder() / "ranks", run, part), *measured[part][:2])
     append_rows(results_folder() / "recommendation.csv", rows)
@@ -181,17 +183,3 @@ if store:
 #
 # Three kinds of layer are compared. *Plain* is torch's layer. *Filter* is ours. *Filter, off* is our layer with kriging and gain switched off, which computes what torch's layer computes, but drops features of $e$ where torch's drops weights: it is the null, and tells what the change of dropout and of code is worth by itself.
 
-# %%
-ARMS = {"plain": dict(bft=False), "filter, off": dict(bft=True, kriging=False, kalman=False), "filter": dict(bft=True, kriging=None, kalman=None, precision_lr=0.03)}
-SETS = ["beauty", "sports"]
-ROLE = {"plain": "baseline", "filter, off": "other", "filter": "posterior"}
-stored = load_rows("recommendation")
-
-
-# %%
-def cell(name: str, arm: str) -> pd.DataFrame:
-    "Stored rows of one data set and one kind of layer, at the settings chosen on validation."
-    return choose(stored, dataset=name, model="sasrec", lr=CHOSEN["lr"], dropout=CHOSEN["dropout"], jacobian=None, **ARMS[arm])
-
-# %%
-CHOSEN = dict(lr=3e-3, dropout=0.5)
