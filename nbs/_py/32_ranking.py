@@ -266,8 +266,7 @@ class Ranking(Metric):
 
     def add_ranks(self, ranks: Int[Tensor, " b"]) -> None:
         "Add users by their ranks; `ValueError` unless ranks are positive integers."
-        check_integers("ranks", ranks)
-        if ranks.ndim != 1 or bool((ranks < 1).any()):
+        if ranks.is_floating_point() or ranks.dtype == torch.bool or ranks.ndim != 1 or bool((ranks < 1).any()):
             raise ValueError(f"ranks must be positive integers of shape (b,), got {ranks.dtype} of shape {tuple(ranks.shape)}")
         self.hits += torch.stack([hit_rate(ranks, k).sum() for k in self.k])
         self.gains += torch.stack([ndcg(ranks, k).sum() for k in self.k])
