@@ -127,7 +127,8 @@ class _BlockedMoments(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, g_out, g_kappa):
         with torch.autocast(g_out.device.type, enabled=False):
-            return *_backward_blocks(g_out, g_kappa, *ctx.saved_tensors, ctx.is_causal, ctx.block), None, None, None, None
+            grads = _backward_blocks(g_out, g_kappa, *ctx.saved_tensors, is_causal=ctx.is_causal, block=ctx.block)
+        return *grads, None, None, None, None
 
 # %% ../nbs/20_attention.ipynb #fbc7d7ce
 BLOCK = 64  # queries per block: 64 × 2048 weights of one head are half a megabyte, and stay in cache

@@ -248,7 +248,8 @@ class _BlockedMoments(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, g_out, g_kappa):
         with torch.autocast(g_out.device.type, enabled=False):
-            return *_backward_blocks(g_out, g_kappa, *ctx.saved_tensors, ctx.is_causal, ctx.block), None, None, None, None
+            grads = _backward_blocks(g_out, g_kappa, *ctx.saved_tensors, is_causal=ctx.is_causal, block=ctx.block)
+        return *grads, None, None, None, None
 
 
 # %%
@@ -443,7 +444,7 @@ def one_query(impl, *x):  # six tensors (n,): logits, reliabilities, values of t
 # %%
 for impl in IMPLEMENTATIONS:
     for formula, name in ((e, "mean"), (1 / variance, "precision"), (1 / kappa, "n_eff")):
-        assert_same(formula, (l1, l2, r1, r2, v1, v2), lambda *x: getattr(one_query(impl, *x), name).flatten())
+        assert_same(formula, (l1, l2, r1, r2, v1, v2), lambda *x, impl=impl, name=name: getattr(one_query(impl, *x), name).flatten())
 
 # %% [markdown]
 # **The two rungs agree**, in value and in gradient, also with padding, a causal mask and a bias at once (tests/ repeats this at $T = 300$ in float32):
