@@ -212,8 +212,9 @@ def _forward_blocks(q, k, values, mask, bias, is_causal: bool, block: int) -> tu
 
 # %%
 #| exports
-def _backward_blocks(g_out, g_kappa, q, k, values, mask, bias, out, kappa, is_causal: bool, block: int) -> tuple[Tensor, Tensor, Tensor]:
+def _backward_blocks(g_out, g_kappa, saved: tuple, is_causal: bool, block: int) -> tuple[Tensor, Tensor, Tensor]:
     "Gradients by q, k and V⁺, with the rows of w computed again."
+    q, k, values, mask, bias, out, kappa = saved
     dq, dk, dvalues = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(values)
     twice = 2 * g_kappa.unsqueeze(-1)
     c = (g_out * out).sum(-1, keepdim=True) + twice * kappa.unsqueeze(-1)
@@ -248,7 +249,7 @@ class _BlockedMoments(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, g_out, g_kappa):
         with torch.autocast(g_out.device.type, enabled=False):
-            grads = _backward_blocks(g_out, g_kappa, *ctx.saved_tensors, is_causal=ctx.is_causal, block=ctx.block)
+            grads = _backward_blocks(g_out, g_kappa, ctx.saved_tensors, ctx.is_causal, ctx.block)
         return *grads, None, None, None, None
 
 
