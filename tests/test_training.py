@@ -267,6 +267,7 @@ def test_a_killed_run_ends_where_an_uninterrupted_one_does(split, tmp_path, step
 
 
 def test_a_half_written_checkpoint_is_dropped(split, tmp_path):
+    fit(small(split), split, epochs=1, out_dir=tmp_path, **QUICK)  # leaves the mark by which the folder is known as this run's
     half = tmp_path / "checkpoint-99"
     half.mkdir()
     (half / "model.safetensors").write_bytes(b"half")
