@@ -86,7 +86,7 @@ def _sweep(a: argparse.Namespace) -> int:
         print(f"{len(planned)} cells: " + ", ".join(f"{states.count(s)} {s}" for s in dict.fromkeys(states)))
         return 0
     found = sweeps.sweep(planned, start, retry_failed=a.retry_failed, limit=a.limit)
-    print(sweeps.summary(found, len(planned)), f"in {planned[0].output.parent}", sep="\n")
+    print(f"{sweeps.summary(found, len(planned))}\n{planned[0].output.parent}")
     return int(any(outcome.status == "failed" for _, outcome in found))
 
 

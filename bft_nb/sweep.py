@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from threading import Event
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from bft_nb import runner
 from bft_nb.runner import Plan
@@ -194,6 +194,7 @@ def attempt(plan: Plan, retry: bool, stop: Event | None = None) -> Outcome:
         return Outcome(status, time.perf_counter() - start, f"{e}" if isinstance(e, runner.RunFailed) else f"{type(e).__name__}: {e}")
 
 
+@runtime_checkable
 class Executor(Protocol):
     "Where cells run."
 
