@@ -235,13 +235,15 @@ def _wait(child: subprocess.Popen, timeout: float | None, stop: threading.Event 
                 raise RunFailed(f"took more than {timeout} s") from None
 
 
-def _spawn(spec: Mapping[str, Any], timeout: float | None, stop: threading.Event | None) -> tuple[int, str]:
-    "Run this module as a child on `spec`: its exit status and what it had to say."
-    sink = None if spec["progress"] else subprocess.PIPE
+def _spawn(plan: Plan, how: Mapping[str, bool], timeout: float | None, stop: threading.Event | None) -> tuple[int, str]:
+    "Run this module as a child on a plan: its exit status and what it had to say."
+    spec = {**how, "plan": {**plan._asdict(), "source": str(plan.source), "output": str(plan.output)}}
+    sink = None if how["progress"] else subprocess.PIPE
     command = [sys.executable, "-u", "-m", "bft_nb.runner"]
     child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=sink, stderr=sink, text=True, env=environment())
     # the pipe stays open as long as this process lives: its end is how the child learns that it was killed
     pipe, child.stdin = child.stdin, None
+    assert pipe is not None
     try:
         with contextlib.suppress(BrokenPipeError):  # a child that died at once has left its reason on standard error
             print(json.dumps(spec), file=pipe, flush=True)
@@ -280,6 +282,15 @@ def _tidy(plan: Plan) -> None:
         plan.beside(".part").unlink(missing_ok=True)
 
 
+def _why(plan: Plan, status: int, said: str) -> str:
+    "What went wrong, by the traceback or else by the last words of the child."
+    failed = plan.beside(".failed")
+    if status == RAISED:
+        return f"{cell_error(failed) or said} (whole traceback in {failed})"
+    _tidy(plan)
+    return said.splitlines()[-1] if said else f"the process ended with status {status}"
+
+
 def plan(source: Path, parameters: Mapping[str, Any], out: str | Path | None = None, name: str | None = None) -> Plan:
     "The run of a notebook that was found with parameters that were checked; `out` and `name` as for `run`."
     folder = Path(out).expanduser().resolve() if out else (checkout() or Path.cwd()) / "runs"
@@ -303,19 +314,14 @@ def execute(
         return Run(plan.source, plan.output, "kept", 0.0)
     _need_papermill()
     plan.output.parent.mkdir(parents=True, exist_ok=True)
-    where = {"source": str(plan.source), "output": str(plan.output), "parameters": plan.parameters, "identity": plan.identity}
     try:
-        status, said = _spawn({"plan": where, "force": force, "retry": retry, "progress": progress, "wait": wait}, timeout, stop)
+        status, said = _spawn(plan, {"force": force, "retry": retry, "progress": progress, "wait": wait}, timeout, stop)
     except RunFailed as e:
         _tidy(plan)
         raise RunFailed(f"{plan.source.name}: {e}") from None
     if status in STATUS:
         return Run(plan.source, plan.output, STATUS[status], time.perf_counter() - start)
-    failed = plan.beside(".failed")
-    if status == RAISED:
-        raise RunFailed(f"{plan.source.name}: {cell_error(failed) or said} (whole traceback in {failed})")
-    _tidy(plan)
-    raise RunFailed(f"{plan.source.name}: {said.splitlines()[-1] if said else f'the process ended with status {status}'}")
+    raise RunFailed(f"{plan.source.name}: {_why(plan, status, said)}")
 
 
 def run(

@@ -229,7 +229,8 @@ class OnRay:
             import ray
         except ImportError:
             raise ValueError("a sweep on a cluster needs Ray: pip install 'bft_nb[cluster]'") from None
-        self.ray, self.refs = ray, []
+        self.ray = ray
+        self.refs: list[Any] = []
         where = {} if address == "local" else {"address": address}
         try:
             ray.init(**where, log_to_driver=False, logging_level="ERROR", runtime_env={"env_vars": {"PYTHONPATH": runner.environment()["PYTHONPATH"]}})
@@ -298,6 +299,19 @@ def _line(n: int, total: int, plan: Plan, outcome: Outcome) -> str:
     return f"[{n}/{total}] {status:6} {outcome.seconds:7.0f} s  {plan.output.stem}" + (f"\n        {outcome.error}" if outcome.error else "")
 
 
+def _shown(ended: Iterator[tuple[Plan, Outcome]], before: int, total: int) -> list[tuple[Plan, Outcome]]:
+    "All of them, each told when it comes; the bar estimates the time to go from the cells of this sweep alone."
+    from tqdm import tqdm
+
+    found = []
+    with tqdm(total=total, initial=before, unit="cell", smoothing=0, disable=None) as bar:
+        for plan, outcome in ended:
+            found.append((plan, outcome))
+            bar.update()
+            tqdm.write(_line(before + len(found), total, plan, outcome))
+    return found
+
+
 def sweep(
     planned: Sequence[Plan],
     start: Callable[[], Executor],  # called if there is something to run; the executor is closed at the end, whatever happens
@@ -314,16 +328,9 @@ def sweep(
     known = [(plan, earlier(plan, retry_failed)) for plan in planned]
     found = [(plan, outcome) for plan, outcome in known if outcome]
     todo = [plan for plan, outcome in known if not outcome][:limit]
-    if not todo:
-        return found
-    from tqdm import tqdm
-
-    executor = start()
-    with contextlib.closing(executor), tqdm(total=len(found) + len(todo), initial=len(found), unit="cell", smoothing=0, disable=None) as bar:
-        for plan, outcome in work(todo, executor, retry_failed):
-            found.append((plan, outcome))
-            bar.update()
-            tqdm.write(_line(len(found), bar.total, plan, outcome))
+    if todo:
+        with contextlib.closing(start()) as executor:
+            found += _shown(work(todo, executor, retry_failed), len(found), len(found) + len(todo))
     return found
 
 
