@@ -231,13 +231,21 @@ class OnRay:
             raise ValueError("a sweep on a cluster needs Ray: pip install 'bft_nb[cluster]'") from None
         self.ray = ray
         self.refs: list[Any] = []
-        where = {} if address == "local" else {"address": address}
-        try:
-            ray.init(**where, log_to_driver=False, logging_level="ERROR", runtime_env={"env_vars": {"PYTHONPATH": runner.environment()["PYTHONPATH"]}})
-        except (ConnectionError, ValueError, RuntimeError) as e:
-            raise ValueError(f"no Ray cluster at {address!r} ({str(e).splitlines()[0]}): `ray start --head` starts one, --ray local one for this sweep") from None
+        self._init(address)
         self._check(gpus, cpus)
         self.task = ray.remote(num_gpus=gpus, num_cpus=cpus, max_retries=0)(attempt)
+
+    def _init(self, address: str) -> None:
+        "Join a cluster, or start one of this machine alone."
+        where = {} if address == "local" else {"address": address}
+        library = {"env_vars": {"PYTHONPATH": runner.environment()["PYTHONPATH"]}}
+        try:
+            self.ray.init(**where, log_to_driver=False, logging_level="ERROR", runtime_env=library)
+        except Exception as e:  # Ray raises a bare one where it could not start
+            why = f"{e}".partition("\n")[0]
+            if not where:
+                raise runner.RunFailed(f"Ray did not start on this machine: {why}") from None
+            raise ValueError(f"no Ray cluster at {address!r} ({why}): `ray start --head` starts one, --ray local one for this sweep") from None
 
     def _check(self, gpus: float, cpus: float) -> None:
         "Ray would wait without end for a machine that does not exist."

@@ -194,6 +194,8 @@ class FakeRay:
     def init(self, **how):
         if how.get("address") == "auto":
             raise ConnectionError("Could not find any running Ray instance.\nMore.")
+        if self.resources is None:
+            raise Exception("The current node timed out during startup.")
         self.began = how
 
     def nodes(self):
@@ -232,6 +234,9 @@ def test_ray_runs_the_same_attempt(tmp_path, monkeypatch):
         sweep.OnRay("local", gpus=2)
     with pytest.raises(ValueError, match="no Ray cluster at 'auto'.*ray start --head"):
         sweep.OnRay("auto")
+    fake.resources = None
+    with pytest.raises(runner.RunFailed, match="Ray did not start on this machine: The current node timed out"):
+        sweep.OnRay("local")
 
 
 def test_missing_ray_names_the_extra(little, capsys, monkeypatch):
@@ -241,10 +246,12 @@ def test_missing_ray_names_the_extra(little, capsys, monkeypatch):
 
 
 @pytest.mark.skipif(os.environ.get("BFT_TEST_RAY") != "1", reason="BFT_TEST_RAY is not 1: starts Ray, which takes a minute and fails at times on a loaded machine")
-def test_ray_itself(little, capsys):
+def test_ray_itself(little, capsys, monkeypatch):
+    monkeypatch.setenv("RAY_agent_register_timeout_ms", "300000")
     grid = little("grid: {seed: [0, 1], mode: [ok, bad]}\nexclude: [{seed: 1, mode: bad}]")
     assert cli.main(["sweep", str(grid), "--out", str(little.out), "--ray", "local"]) == 1
-    out = capsys.readouterr().out
+    out, err = capsys.readouterr()
+    assert "Ray did not start" not in err, err
     assert "2 done, 1 failed" in out and "ValueError: asked to fail" in out
     assert little.runs() == {"0-ok": 1, "1-ok": 1}
 
