@@ -39,6 +39,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import torch
+import transformers
 from scipy.stats import pearsonr, rankdata
 
 from bft_nb.backbones import SASRec
@@ -55,6 +56,7 @@ from bft_nb.world import ladder, make_world
 use_style()
 check_option("tau", tau, ["item", "constant", "true"])
 torch.set_num_threads(1)
+transformers.logging.set_verbosity_error()  # it warns of file systems
 
 # %% [markdown]
 # ## One cell
@@ -76,7 +78,7 @@ pd.DataFrame({name: r._asdict() for name, r in steps.items()}).T.round(4)
 # Users come back to items in this world, so seen items compete. Both arms get the same budget; a plain model has no precision to tune.
 
 # %%
-training = dict(lr=lr, negatives=min(256, n_items), epochs=epochs, patience=10)
+training = dict(lr=lr, negatives=min(256, n_items), epochs=epochs, patience=max(5, epochs // 5))
 params = dict(bft=bft, d=d, dropout=dropout, split_hash=split.hash[:16], **size, **training)
 if bft:
     params |= dict(tau=tau, precision_lr=precision_lr)
