@@ -141,7 +141,7 @@ class SASRec(nn.Module, PyTorchModelHubMixin):
         "States of left-aligned histories, before padding is blanked."
         x = self.embed(items)
         if isinstance(x, Belief):
-            return self.encoder(x, is_causal=True).mean
+            return self.encoder(x.mean, is_causal=True, precision=x.precision)
         mask = nn.Transformer.generate_square_subsequent_mask(items.shape[1], device=x.device, dtype=x.dtype)
         return self.encoder(x, mask=mask, is_causal=True)
 

@@ -1,5 +1,6 @@
 """Tables and comparisons from stored rows and ranks alone: what a reader of the book sees, a clone can compute again."""
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ def load_rows(
     if not path.exists():
         raise FileNotFoundError(f"no rows of {experiment!r} in {path.parent}")
     rows = pd.DataFrame(read_rows(path))
-    params = pd.json_normalize([pd.io.json.ujson_loads(p) for p in rows["params"]]) if len(rows) else pd.DataFrame()
+    params = pd.json_normalize([json.loads(p) for p in rows["params"]]) if len(rows) else pd.DataFrame()
     return pd.concat([rows, params.drop(columns=[c for c in params if c in rows])], axis=1)
 
 
@@ -96,10 +97,10 @@ def choose(
     return rows[keep]
 
 
-def signed(d: Difference, scale: float = 1.0, digits: int = 4) -> str:
-    "`+.0012 [−.0001, +.0025]`."
-    show = lambda x: f"{scale * x:+.{digits}f}".replace("-", "−").replace("0.", ".", 1) if abs(scale * x) < 1 else f"{scale * x:+.{digits}f}"
-    return f"{show(d.mean)} [{show(d.low)}, {show(d.high)}]"
+def signed(d: Difference, digits: int = 4) -> str:
+    "`+0.0012 [−0.0003, +0.0025]`."
+    mean, low, high = (f"{x:+.{digits}f}".replace("-", "−") for x in (d.mean, d.low, d.high))
+    return f"{mean} [{low}, {high}]"
 
 
 def configuration(values: Mapping[str, Any]) -> pd.DataFrame:

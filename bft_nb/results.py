@@ -181,9 +181,9 @@ def save_ranks(
     arrays = {"ranks": np.minimum(values, RANK_CAP).astype(np.uint8)}
     if strata is not None:
         groups = np.asarray(strata)
-        if groups.shape != values.shape or not np.issubdtype(groups.dtype, np.integer) or (groups < 0).any() or (groups > 127).any():
-            raise ValueError(f"strata must be one of 0 … 127 for each of {len(values)} ranks, got {groups.dtype} of shape {groups.shape}")
-        arrays["strata"] = groups.astype(np.int8)
+        if groups.shape != values.shape or not np.issubdtype(groups.dtype, np.integer) or (groups < 0).any() or (groups > 255).any():
+            raise ValueError(f"strata must be integers from 0 to 255, one per rank ({len(values)}), got {groups.dtype} of shape {groups.shape}")
+        arrays["strata"] = groups.astype(np.uint8)
     with _replacing(Path(path)) as temporary:
         np.savez_compressed(temporary, **arrays)
     return Path(path)

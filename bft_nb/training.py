@@ -306,7 +306,7 @@ def fit(
     seed: int = 0,  # order of batches, dropout and negatives (the model was initialised before)
     epochs: int = 100,  # at most
     batch_size: int = 128,  # sequences
-    lr: float = 1e-3,
+    lr: float = 3e-3,  # constant, AdamW; tuned on the validation part of Beauty (ndcg@10 after six epochs: .037, with 1e-3 .025)
     precision_lr: float | None = None,  # of the precision parameters; None: `lr`
     weight_decay: float = 0.0,  # of all other parameters
     negatives: int | None = 512,  # of the sampled softmax, per batch; None: full cross-entropy

@@ -82,7 +82,7 @@ def test_a_layer_works_inside_torchs_encoder():
     torch.manual_seed(0)
     layer = BFTEncoderLayer(12, 3, 20, batch_first=True)
     padding = torch.tensor([[False] * 6, [False] * 4 + [True] * 2, [False] * 5 + [True]])
-    with torch.no_grad():
+    with torch.no_grad(), pytest.warns(UserWarning, match="nested_tensor"):
         out = nn.TransformerEncoder(layer, 2).eval()(tokens(), src_key_padding_mask=padding)
     assert out.shape == (3, 6, 12) and torch.isfinite(out).all()
 
@@ -119,6 +119,14 @@ def test_padding_and_batch_composition_change_nothing(side, norm_first):
     assert all(torch.isfinite(x).all() for x in got)
     for g, w in zip(got, want, strict=True):
         assert_close(g[:1, ~hidden], w, rtol=1e-4, atol=1e-5)
+
+
+def test_precision_beside_a_tensor_gives_the_mean_of_the_belief():
+    _, bft = pair()
+    belief = uncertain(tokens())
+    mean = bft(belief.mean, is_causal=True, precision=belief.precision)
+    assert torch.equal(mean, bft(belief, is_causal=True).mean)
+    assert not torch.equal(mean, bft(belief.mean, is_causal=True))
 
 
 def test_a_reliable_token_is_heard_more_and_listens_less():
@@ -273,6 +281,7 @@ def test_precision_parameters_are_all_and_only_those_of_precision():
         (lambda m, x: m(Belief(x, -torch.ones_like(x))), ValueError, "positive and finite"),
         (lambda m, x: m(Belief(x, torch.zeros_like(x))), ValueError, "got 0.0"),
         (lambda m, x: m(Belief(x, torch.ones(3, 6))), ValueError, "one shape"),
+        (lambda m, x: m(certain(x), precision=torch.ones_like(x)), ValueError, "src is a Belief"),
         (lambda m, x: m(x, mask=torch.zeros(5, 6)), ValueError, r"mask must have shape \(6, 6\) or \(9, 6, 6\), got \(5, 6\)"),
         (lambda m, x: m(x, mask=torch.zeros(6, 6).int()), TypeError, "int32"),
         (lambda m, x: m(x, src_key_padding_mask=torch.zeros(6, 3).bool()), ValueError, r"\(3, 6\), got \(6, 3\)"),

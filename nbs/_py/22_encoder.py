@@ -292,9 +292,11 @@ class BFTEncoderLayer(nn.TransformerEncoderLayer):
 
 # %%
 #| exports
-def _batch_first(src: Tensor | Belief, batch_first: bool) -> tuple[Belief, Callable[[Belief], Tensor | Belief]]:
+def _batch_first(src: Tensor | Belief, batch_first: bool, precision: Tensor | None = None) -> tuple[Belief, Callable[[Belief], Tensor | Belief]]:
     "A belief on (b, t, d), and the way back to the layout and type of `src`."
-    belief = src if isinstance(src, Belief) else certain(src)
+    if isinstance(src, Belief) and precision is not None:
+        raise ValueError("src is a Belief and has a precision: give a tensor with precision=, or a Belief alone")
+    belief = src if isinstance(src, Belief) else certain(src) if precision is None else Belief(src, precision)
     check_belief(belief)
     if belief.mean.dim() not in (2, 3):
         raise ValueError(f"src must have two or three dimensions, got shape {tuple(belief.mean.shape)}")
@@ -339,10 +341,11 @@ class BFTEncoder(nn.TransformerEncoder):
         src_key_padding_mask: Tensor | None = None,  # (b, t); True hides
         is_causal: bool | None = None,  # query t sees keys j ≤ t only; needs no mask
         *,
+        precision: Tensor | None = None,  # λ of a tensor `src`, same shape; the result is a tensor, and cheaper than a `Belief`
         with_intermediates: bool = False,  # also return one `Step` per layer
     ) -> Tensor | Belief | tuple[Tensor | Belief, list[Step]]:
         "Filter a sequence. Raises `ValueError` or `TypeError` for masks or precisions that do not fit."
-        belief, restore = _batch_first(src, self.layers[0].batch_first)
+        belief, restore = _batch_first(src, self.layers[0].batch_first, precision)
         padding = src_key_padding_mask[None] if src_key_padding_mask is not None and src_key_padding_mask.dim() == 1 else src_key_padding_mask
         steps, carry = [], isinstance(src, Belief) or with_intermediates
         for layer in self.layers:

@@ -117,7 +117,7 @@ def ranks(
     if seen is not None:
         rivals.scatter_(1, seen.long(), -torch.inf)
     rivals.scatter_(1, targets[:, None], -torch.inf)
-    signs = rivals.sub_(own).sign_().sum(1, dtype=torch.float64).long()
+    signs = rivals.sub_(own).sign_().sum(1, dtype=torch.float32).long()  # whole numbers, exact up to 2²⁴ items
     return 1 + (scores.shape[1] + signs + 1).div(2, rounding_mode="floor")
 
 

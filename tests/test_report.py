@@ -1,0 +1,100 @@
+"Reports: what the book shows comes from stored rows and ranks, and nothing else."
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from bft_nb import report
+from bft_nb.ranking import hit_rate, ndcg
+from bft_nb.results import append_rows, make_rows, ranks_path, save_ranks
+
+
+def run(bft, seed, **params):
+    return dict(exp="recommendation", dataset="beauty", model="sasrec", params=json.dumps({"bft": bft, "lr": 0.001, **params}), seed=seed)
+
+
+def store(folder, bft, seed, ranks, strata, **params):
+    this = run(bft, seed, **params)
+    value = float(ndcg(torch.as_tensor(ranks)).mean())
+    append_rows(folder / "recommendation.csv", make_rows({"ndcg@10": value}, **this, split="test", n=len(ranks), seconds=1.0, device="cpu", commit="abc"))
+    save_ranks(ranks_path(folder / "ranks", this), ranks, strata)
+    return value
+
+
+@pytest.fixture
+def study(tmp_path):
+    rng = np.random.default_rng(0)
+    strata = np.repeat([0, 1], 100)
+    plain = [rng.integers(1, 60, 200) for _ in range(2)]
+    values = {}
+    for seed, ranks in enumerate(plain):
+        better = np.where(strata == 0, np.maximum(ranks // 2, 1), ranks)
+        values[False, seed] = store(tmp_path, False, seed, ranks, strata)
+        values[True, seed] = store(tmp_path, True, seed, better, strata, precision_lr=0.03)
+    return tmp_path, values
+
+
+def test_parameters_become_columns(study):
+    rows = report.load_rows("recommendation", study[0])
+    assert len(rows) == 4 and set(rows["bft"]) == {True, False} and rows["lr"].eq(0.001).all()
+    assert report.choose(rows, bft=False)["precision_lr"].isna().all()
+    assert len(report.choose(rows, bft=True, precision_lr=0.03, seed=1)) == 1
+    assert len(report.choose(rows, precision_lr=None)) == 2
+    assert len(report.choose(rows, nowhere=None)) == 4 and len(report.choose(rows, nowhere=1)) == 0
+
+
+def test_over_seeds(study):
+    folder, values = study
+    table = report.over_seeds(report.load_rows("recommendation", folder), ["bft"])
+    pair = [values[True, 0], values[True, 1]]
+    got = table.loc[(True, "ndcg@10")]
+    assert got["seeds"] == 2 and got["n"] == 200
+    np.testing.assert_allclose([got["mean"], got["sd"]], [np.mean(pair), np.std(pair, ddof=1)])
+
+
+def test_compare_is_paired_over_users_and_seeds(study):
+    folder, values = study
+    rows = report.load_rows("recommendation", folder)
+    found = report.compare(report.choose(rows, bft=True), report.choose(rows, bft=False), folder=folder)
+    want = np.mean([values[True, s] - values[False, s] for s in (0, 1)])
+    np.testing.assert_allclose(found["all"].mean, want, atol=1e-6)
+    assert found["1"].mean == 0 and found["0"].low > 0 and found["0"].n == 100
+    same = report.compare(report.choose(rows, bft=True), report.choose(rows, bft=True), hit_rate, folder=folder)
+    assert (same["all"].low, same["all"].high) == (0, 0)
+
+
+def test_compare_refuses_other_users(study):
+    folder, _ = study
+    store(folder, True, 0, np.arange(1, 201), np.repeat([1, 0], 100), lr=0.5)
+    rows = report.load_rows("recommendation", folder)
+    with pytest.raises(ValueError, match="different users or strata"):
+        report.compare(report.choose(rows, lr=0.5), report.choose(rows, bft=False), folder=folder)
+    with pytest.raises(ValueError, match="no stored run"):
+        report.compare(report.choose(rows, lr=7.0), report.choose(rows, bft=False), folder=folder)
+
+
+def test_missing_rows_are_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match="'sinks'"):
+        report.load_rows("sinks", tmp_path)
+
+
+def test_the_committed_rows_can_be_read():
+    for path in report.results_folder().glob("*.csv"):
+        rows = report.load_rows(path.stem)
+        assert len(rows) and (rows["dataset"] != "").all()
+        assert not rows["commit"].str.contains(r"unknown|dirty|\+").any(), path
+
+
+def test_interval_is_wilsons():
+    down, up = report.interval(0.1, 100)
+    assert 0 < down < up < 0.1
+    np.testing.assert_allclose([0.1 - down, 0.1 + up], [0.0552, 0.1744], atol=1e-4)
+
+
+def test_signed():
+    from bft_nb.ranking import Difference
+
+    assert report.signed(Difference(0.0012, -0.0003, 0.0025, 9)) == "+0.0012 [−0.0003, +0.0025]"
+    assert report.signed(Difference(1.5, -2.0, 10.0, 9), digits=1) == "+1.5 [−2.0, +10.0]"
