@@ -48,7 +48,7 @@ from bft_nb.figures import COLOUR, band, use_style
 from bft_nb.interactions import from_world, item_counts, leave_one_out, repeats
 from bft_nb.ranking import hit_rate, ndcg, paired_bootstrap, protocol
 from bft_nb.report import choose, configuration, load_rows, results_folder, runs_of, signed
-from bft_nb.results import append_rows, commit, has_rows, load_ranks, make_rows, ranks_path, save_ranks
+from bft_nb.results import append_rows, commit, has_rows, load_ranks, load_strata, make_rows, ranks_path, save_ranks
 from bft_nb.training import evaluate, fit
 from bft_nb.world import ladder, make_world
 
@@ -215,7 +215,215 @@ for name, r in steps.items():
         ceilings += make_rows({"hr@10": r.hr, "ndcg@10": r.ndcg}, **of_world, split="test", n=r.n, **dict(common, seconds=0))
 
 # %%
-if store:
+if store and not has_rows(results_folder() / "positive_control.csv", run):
     unreliable_last = world.reliability[world.items[:, -2]] < 0.5
     save_ranks(ranks_path(results_folder() / "ranks", run, "test"), ranks, np.where(unreliable_last, 0, 1))
     append_rows(results_folder() / "positive_control.csv", rows + ceilings)
+
+# %% [markdown]
+# ## The study
+#
+# From here on nothing of this run is used: everything is read from `data/results`. Worlds have 1,000 items in 50 clusters and 22 events per user. The seed draws the world and trains the model, so two arms of one seed meet the same users; users of different seeds live in different worlds. Made by, for each seed, `bft` true and false,
+#
+# ```bash
+# bft run positive_control -p n_items 1000 -p n_clusters 50 -p store true -p seed 0 -p bft true -p n_users 8000 -p epochs 25                       # evenly spread
+# bft run positive_control -p n_items 1000 -p n_clusters 50 -p store true -p seed 0 -p bft true -p n_users 8000 -p epochs 25 -p two_kinds true     # two kinds
+# ```
+#
+# and the same with `-p heterogeneity 0.5` and `0`, with `-p n_users 2000 -p epochs 80` and `-p n_users 500 -p epochs 200` (about as many steps as early stopping lets them use), with `-p tau true` and `-p tau constant`.
+
+# %%
+stored = choose(load_rows("positive_control"), n_items=1000, n_clusters=50)
+ARMS = {"plain": dict(bft=False), "filter": dict(bft=True, tau="item", precision_lr=0.03)}
+EVEN = dict(two_kinds=False, heterogeneity=1, n_users=8000)
+TWO = dict(two_kinds=True, heterogeneity=1, n_users=8000)
+WORLDS = {"two kinds": TWO, "evenly spread": EVEN, "half as different": dict(TWO, heterogeneity=0.5), "all equal": dict(TWO, heterogeneity=0)}
+
+
+# %%
+def rows_of(arm: str, **of_world) -> pd.DataFrame:
+    "Rows of one arm, or of a step of the ladder, in one kind of world."
+    return choose(stored, **(dict(ARMS[arm], model="sasrec") if arm in ARMS else dict(model=arm)), **of_world)
+
+
+def by_seed(rows: pd.DataFrame, metric: str, split: str = "test") -> pd.Series:
+    "A metric by seed."
+    return choose(rows, metric=metric, split=split).set_index("seed")["value"].sort_index()
+
+
+def spread(values: pd.Series, digits: int = 2) -> str:
+    "Mean, and range over seeds."
+    if values.empty:
+        return "–"
+    return f"{values.mean():.{digits}f} ({values.min():.{digits}f} … {values.max():.{digits}f})".replace("-", "−")
+
+
+# %% [markdown]
+# ### Does $\tau$ order the items?
+
+# %%
+ORDER = {"τ with ρ": "spearman.tau_rho", "seen ≥ 50 times": "spearman.tau_rho.frequent", "popularity fixed": "partial.tau_rho", "τ with popularity": "spearman.tau_count", "sd of log τ": "sd.log_tau"}
+pd.DataFrame({
+    world: {name: spread(by_seed(rows_of("filter", **of), metric, "train")) for name, metric in ORDER.items()}
+    | {"seeds": by_seed(rows_of("filter", **of), "sd.log_tau", "train").size}
+    for world, of in WORLDS.items()
+}).T  # fmt: skip
+
+
+# %%
+def tenths(arm: str, name: str, **of_world) -> np.ndarray:
+    "A number of each tenth of items by reliability, (seeds, 10)."
+    rows = rows_of(arm, **of_world)
+    return np.array([by_seed(rows, f"{name}.b{b}", "train").to_numpy() for b in range(10)]).T
+
+
+# %%
+#| label: fig-tau
+#| fig-cap: "The learned τ rises with the true reliability of the item where items differ, and with nothing where they do not (medians of ten groups of 100 items; one line per seed)."
+#| code-fold: true
+fig, ax = plt.subplots()
+centre = 0.05 + 0.9 * (np.arange(10) + 0.5) / 10
+for world, role in (("evenly spread", "posterior"), ("all equal", "prior")):
+    for i, line in enumerate(tenths("filter", "tau", **WORLDS[world])):
+        ax.plot(centre, line, "o-", markersize=3, linewidth=1, color=COLOUR[role], label=None if i else world)
+ax.plot(centre, centre / (1 - centre), "--", color=COLOUR["truth"], label="odds ρ/(1 − ρ)")
+ax.set(yscale="log", xlabel="true reliability ρ (all equal: the one the item would have)", ylabel="learned precision τ")
+ax.legend()
+plt.show()
+
+# %% [markdown]
+# ### Does the model use it?
+#
+# The learned $\tau$, exchanged among items or made level after training:
+
+# %%
+used = {}
+for world, of in WORLDS.items():
+    rows = rows_of("filter", **of)
+    used[world] = {name: spread(by_seed(rows, f"ndcg@10{end}"), 4) for name, end in {"as learned": "", "level": ".level", "shuffled": ".shuffled"}.items()}
+pd.DataFrame(used).T.rename_axis(index="NDCG@10")
+
+
+# %% [markdown]
+# ### Is it better than the plain layer?
+
+
+# %%
+def stored_users(rows: pd.DataFrame, load) -> dict[int, np.ndarray]:
+    "Stored ranks or strata by seed."
+    return {run["seed"]: load(ranks_path(results_folder() / "ranks", run)) for run in runs_of(rows)}
+
+
+def difference(candidate: pd.DataFrame, baseline: pd.DataFrame) -> dict:
+    "Candidate minus baseline in NDCG@10 over the users of all worlds both have seen, with a bootstrap interval."
+    a, b, strata = (stored_users(*of) for of in ((candidate, load_ranks), (baseline, load_ranks), (candidate, load_strata)))
+    seeds = sorted(set(a) & set(b))
+    a, b, strata = (np.concatenate([x[s] for s in seeds]) for x in (a, b, strata))
+    return paired_bootstrap(torch.as_tensor(a), torch.as_tensor(b), ndcg, strata, n=1000)
+
+
+def headroom(**of_world) -> pd.Series:
+    "What weighing the history by the true ρ adds to the exact filter's NDCG@10, by seed."
+    return by_seed(rows_of("bayes+predict+filter", **of_world), "ndcg@10") - by_seed(rows_of("bayes+predict", **of_world), "ndcg@10")
+
+
+# %%
+LADDER = ["popularity", "bayes", "bayes+predict", "bayes+predict+filter"]
+table = {}
+for world, of in WORLDS.items():
+    table[world] = {name: f"{by_seed(rows_of(name, **of), 'ndcg@10').mean():.4f}" for name in [*LADDER, *ARMS]}
+    table[world] |= {"filter − plain": signed(difference(rows_of("filter", **of), rows_of("plain", **of))["all"]), "headroom": f"{headroom(**of).mean():+.4f}"}
+pd.DataFrame(table).rename_axis(index="NDCG@10")
+
+# %% [markdown]
+# ### Does the advantage grow with heterogeneity, and with fewer users?
+
+
+# %%
+def advantages(worlds: list[dict]) -> pd.DataFrame:
+    "Difference with its interval, and headroom, one line per world."
+    found = []
+    for of in worlds:
+        d = difference(rows_of("filter", **of), rows_of("plain", **of))["all"]
+        found.append(dict(of, mean=d.mean, low=d.low, high=d.high, headroom=headroom(**of).mean(), of_users=d.n))
+    return pd.DataFrame(found)
+
+
+def draw(ax, x, found: pd.DataFrame) -> None:
+    "Advantage with its interval beside the headroom."
+    error = [found["mean"] - found["low"], found["high"] - found["mean"]]
+    ax.plot(x, found["headroom"], "s--", markersize=4, color=COLOUR["truth"], label="exact filter: knowing ρ")
+    ax.errorbar(x, found["mean"], error, fmt="o-", markersize=4, capsize=3, color=COLOUR["posterior"], label="filtering − plain layer")
+    ax.axhline(0, color=COLOUR["prior"], linestyle=":")
+    ax.set_ylabel("difference in NDCG@10")
+    ax.legend()
+
+
+# %%
+#| label: fig-heterogeneity
+#| fig-cap: "What the exact filter gains by knowing ρ grows with the heterogeneity of the items; what the filtering layer gains over the plain one does not follow (8,000 users, two kinds; bars: 95 % over users)."
+#| code-fold: true
+by_heterogeneity = advantages([dict(TWO, heterogeneity=h) for h in (0, 0.5, 1)])
+fig, ax = plt.subplots()
+draw(ax, by_heterogeneity["heterogeneity"], by_heterogeneity)
+ax.set(xlabel="heterogeneity of the reliability", xticks=[0, 0.5, 1])
+plt.show()
+
+# %%
+#| label: fig-users
+#| fig-cap: "Users (bars: 95 % over users)."
+#| code-fold: true
+by_users = advantages([dict(TWO, n_users=n) for n in (500, 2000, 8000)])
+fig, ax = plt.subplots()
+draw(ax, by_users["n_users"], by_users)
+ax.set(xlabel="users", xscale="log", xticks=by_users["n_users"], xticklabels=[f"{n:,}" for n in by_users["n_users"]])
+ax.minorticks_off()
+plt.show()
+
+# %% [markdown]
+# The same by seed, since an interval over users does not know that another seed trains another model:
+
+# %%
+rows = []
+for of in [*by_heterogeneity.to_dict("records"), *by_users.to_dict("records")]:
+    of = {name: of[name] for name in TWO}
+    gap = by_seed(rows_of("filter", **of), "ndcg@10") - by_seed(rows_of("plain", **of), "ndcg@10")
+    rows.append({"heterogeneity": of["heterogeneity"], "users": of["n_users"]} | {f"seed {s}": f"{v:+.4f}".replace("-", "−") for s, v in gap.items()})
+pd.DataFrame(rows).drop_duplicates().set_index(["heterogeneity", "users"]).fillna("–")
+
+# %% [markdown]
+# ### Why
+#
+# Three questions. Would the *true* $\tau$ help (odds of signal, not learned), and does a $\tau$ that is the same for all items do as well? Is the advantage where it should be, at users whose last item was an unreliable one? And has plain attention learned to look away from unreliable items by itself?
+
+# %%
+TOLD = {"filter, true τ": dict(bft=True, tau="true"), "filter, one τ for all": dict(bft=True, tau="constant"), "filter, slow τ": dict(bft=True, tau="item", precision_lr=0.003)}
+ARMS |= TOLD
+plain = rows_of("plain", **TWO)
+why = {}
+for name in [arm for arm in ARMS if arm != "plain"]:
+    rows = rows_of(name, **TWO)
+    if len(rows):
+        gap = difference(rows, plain)
+        why[name] = {"all users": signed(gap["all"]), "last item unreliable": signed(gap["0"]), "last item reliable": signed(gap["1"]), "seeds": rows["seed"].nunique()}
+pd.DataFrame(why).T.rename_axis(index="minus plain, NDCG@10")
+
+# %%
+RECEIVED = {"ρ": "spearman.attention_rho", "popularity": "spearman.attention_count"}
+pd.DataFrame({
+    (world, arm): {name: spread(by_seed(rows_of(arm, **of), metric, "train")) for name, metric in RECEIVED.items()}
+    for world, of in WORLDS.items() for arm in ("plain", "filter")
+}).T.rename_axis(columns="rank correlation of received attention with")  # fmt: skip
+
+# %%
+#| label: fig-attention
+#| fig-cap: "Attention."
+#| code-fold: true
+fig, ax = plt.subplots()
+for arm, role in (("plain", "baseline"), ("filter", "posterior")):
+    for i, line in enumerate(tenths(arm, "attention", **EVEN)):
+        ax.plot(centre, line, "o-", markersize=3, linewidth=1, color=COLOUR[role], label=None if i else arm)
+ax.axhline(1, color=COLOUR["prior"], linestyle=":")
+ax.set(xlabel="true reliability ρ of the item", ylabel="attention received, uniform = 1")
+ax.legend()
+plt.show()
