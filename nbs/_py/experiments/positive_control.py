@@ -44,7 +44,7 @@ from scipy.stats import pearsonr, rankdata
 
 from bft_nb.backbones import SASRec
 from bft_nb.core import check_option
-from bft_nb.figures import COLOUR, band, use_style
+from bft_nb.figures import COLOUR, use_style
 from bft_nb.interactions import from_world, item_counts, leave_one_out, repeats
 from bft_nb.ranking import hit_rate, ndcg, paired_bootstrap, protocol
 from bft_nb.report import choose, configuration, load_rows, results_folder, runs_of, signed
@@ -223,21 +223,27 @@ if store and not has_rows(results_folder() / "positive_control.csv", run):
 # %% [markdown]
 # ## The study
 #
-# From here on nothing of this run is used: everything is read from `data/results`. Worlds have 1,000 items in 50 clusters and 22 events per user. The seed draws the world and trains the model, so two arms of one seed meet the same users; users of different seeds live in different worlds. Made by, for each seed, `bft` true and false,
+# From here on nothing of this run is used: everything is read from `data/results`. Worlds have 1,000 items in 50 clusters and 22 events per user. The seed draws the world and trains the model, so the two arms of one seed meet the same users, and users of different seeds live in different worlds. Made by, for `bft` true and false,
 #
 # ```bash
-# bft run positive_control -p n_items 1000 -p n_clusters 50 -p store true -p seed 0 -p bft true -p n_users 8000 -p epochs 25                       # evenly spread
-# bft run positive_control -p n_items 1000 -p n_clusters 50 -p store true -p seed 0 -p bft true -p n_users 8000 -p epochs 25 -p two_kinds true     # two kinds
+# bft run positive_control -p n_items 1000 -p n_clusters 50 -p store true -p seed 0 -p bft true -p n_users 8000 -p epochs 25                    # evenly spread
+# bft run positive_control -p n_items 1000 -p n_clusters 50 -p store true -p seed 0 -p bft true -p n_users 8000 -p epochs 25 -p two_kinds true  # two kinds
 # ```
 #
-# and the same with `-p heterogeneity 0.5` and `0`, with `-p n_users 2000 -p epochs 80` and `-p n_users 500 -p epochs 200` (about as many steps as early stopping lets them use), with `-p tau true` and `-p tau constant`.
+# and the second with `-p n_users 2000 -p epochs 80` and `-p n_users 500 -p epochs 200` (early stopping ends most), with `-p heterogeneity 0.5` and `0`, and with `-p tau constant` and `-p tau true`. Learning rate, dropout and width are the same for both arms; of two learning rates (.003, .01) the smaller one was better on validation for both, and the rate of $\log\tau$ is the one that moves it.
 
 # %%
 stored = choose(load_rows("positive_control"), n_items=1000, n_clusters=50)
-ARMS = {"plain": dict(bft=False), "filter": dict(bft=True, tau="item", precision_lr=0.03)}
-EVEN = dict(two_kinds=False, heterogeneity=1, n_users=8000)
+ARMS = {
+    "plain": dict(bft=False), "filter": dict(bft=True, tau="item", precision_lr=0.03),
+    "filter, one τ for all": dict(bft=True, tau="constant"), "filter, true τ": dict(bft=True, tau="true"),
+}  # fmt: skip
 TWO = dict(two_kinds=True, heterogeneity=1, n_users=8000)
-WORLDS = {"two kinds": TWO, "evenly spread": EVEN, "half as different": dict(TWO, heterogeneity=0.5), "all equal": dict(TWO, heterogeneity=0)}
+WORLDS = {
+    "evenly spread, 8,000 users": dict(TWO, two_kinds=False), "two kinds, 8,000 users": TWO,
+    "two kinds, 2,000 users": dict(TWO, n_users=2000), "two kinds, 500 users": dict(TWO, n_users=500),
+    "half as different, 2,000 users": dict(TWO, n_users=2000, heterogeneity=0.5), "all equal, 2,000 users": dict(TWO, n_users=2000, heterogeneity=0),
+}  # fmt: skip
 
 
 # %%
@@ -252,22 +258,25 @@ def by_seed(rows: pd.DataFrame, metric: str, split: str = "test") -> pd.Series:
 
 
 def spread(values: pd.Series, digits: int = 2) -> str:
-    "Mean, and range over seeds."
+    "Mean over seeds, and their range."
     if values.empty:
         return "–"
-    return f"{values.mean():.{digits}f} ({values.min():.{digits}f} … {values.max():.{digits}f})".replace("-", "−")
+    between = f" ({values.min():.{digits}f} … {values.max():.{digits}f})" if len(values) > 1 else ""
+    return f"{values.mean():.{digits}f}{between}".replace("-", "−")
 
+
+# %%
+seeds = {arm: {world: rows_of(arm, **of)["seed"].nunique() for world, of in WORLDS.items()} for arm in ARMS}
+pd.DataFrame(seeds).rename_axis(index="seeds stored")
 
 # %% [markdown]
 # ### Does $\tau$ order the items?
+#
+# Two kinds of items are two values of $\rho$; even a perfect order of them has a rank correlation of $\sqrt{3}/2 = .87$ only, because within a kind all ranks tie.
 
 # %%
 ORDER = {"τ with ρ": "spearman.tau_rho", "seen ≥ 50 times": "spearman.tau_rho.frequent", "popularity fixed": "partial.tau_rho", "τ with popularity": "spearman.tau_count", "sd of log τ": "sd.log_tau"}
-pd.DataFrame({
-    world: {name: spread(by_seed(rows_of("filter", **of), metric, "train")) for name, metric in ORDER.items()}
-    | {"seeds": by_seed(rows_of("filter", **of), "sd.log_tau", "train").size}
-    for world, of in WORLDS.items()
-}).T  # fmt: skip
+pd.DataFrame({world: {name: spread(by_seed(rows_of("filter", **of), metric, "train")) for name, metric in ORDER.items()} for world, of in WORLDS.items()}).T
 
 
 # %%
@@ -277,35 +286,40 @@ def tenths(arm: str, name: str, **of_world) -> np.ndarray:
     return np.array([by_seed(rows, f"{name}.b{b}", "train").to_numpy() for b in range(10)]).T
 
 
+def draw_tenths(ax, name: str, lines: list[tuple]) -> None:
+    "One line per seed for each (arm, world, role, label)."
+    for arm, world, role, label in lines:
+        for i, line in enumerate(tenths(arm, name, **WORLDS[world])):
+            ax.plot(range(1, 11), line, "o-", markersize=3, linewidth=1, color=COLOUR[role], label=None if i else label)
+    ax.set(xticks=range(1, 11), xlabel="tenth of items by true reliability, 1: least reliable")
+
+
 # %%
 #| label: fig-tau
-#| fig-cap: "The learned τ rises with the true reliability of the item where items differ, and with nothing where they do not (medians of ten groups of 100 items; one line per seed)."
+#| fig-cap: "TAU"
 #| code-fold: true
 fig, ax = plt.subplots()
+draw_tenths(ax, "tau", [("filter", world, role, world) for world, role in (("evenly spread, 8,000 users", "posterior"), ("two kinds, 2,000 users", "other"), ("all equal, 2,000 users", "prior"))])
 centre = 0.05 + 0.9 * (np.arange(10) + 0.5) / 10
-for world, role in (("evenly spread", "posterior"), ("all equal", "prior")):
-    for i, line in enumerate(tenths("filter", "tau", **WORLDS[world])):
-        ax.plot(centre, line, "o-", markersize=3, linewidth=1, color=COLOUR[role], label=None if i else world)
-ax.plot(centre, centre / (1 - centre), "--", color=COLOUR["truth"], label="odds ρ/(1 − ρ)")
-ax.set(yscale="log", xlabel="true reliability ρ (all equal: the one the item would have)", ylabel="learned precision τ")
-ax.legend()
+ax.plot(range(1, 11), centre / (1 - centre), "--", color=COLOUR["truth"], label="odds ρ/(1 − ρ), evenly spread")
+ax.set(yscale="log", ylabel="learned precision τ")
+ax.legend(fontsize=8)
 plt.show()
 
 # %% [markdown]
 # ### Does the model use it?
 #
-# The learned $\tau$, exchanged among items or made level after training:
+# The learned $\tau$, made level (the geometric mean for all) or shuffled among items after training:
 
 # %%
-used = {}
-for world, of in WORLDS.items():
-    rows = rows_of("filter", **of)
-    used[world] = {name: spread(by_seed(rows, f"ndcg@10{end}"), 4) for name, end in {"as learned": "", "level": ".level", "shuffled": ".shuffled"}.items()}
+ENDS = {"as learned": "", "level": ".level", "shuffled": ".shuffled"}
+used = {world: {name: spread(by_seed(rows_of("filter", **of), f"ndcg@10{end}"), 4) for name, end in ENDS.items()} for world, of in WORLDS.items()}
 pd.DataFrame(used).T.rename_axis(index="NDCG@10")
-
 
 # %% [markdown]
 # ### Is it better than the plain layer?
+#
+# Floor and ceilings of chapter 29, the two layers, and their paired difference with a 95 % bootstrap interval over users. *Headroom* is what weighing the history by the true $\rho$ adds to the exact filter.
 
 
 # %%
@@ -328,102 +342,87 @@ def headroom(**of_world) -> pd.Series:
 
 
 # %%
+paired = {world: of for world, of in WORLDS.items() if set(rows_of("filter", **of)["seed"]) & set(rows_of("plain", **of)["seed"])}
+gaps = {world: difference(rows_of("filter", **of), rows_of("plain", **of)) for world, of in paired.items()}
 LADDER = ["popularity", "bayes", "bayes+predict", "bayes+predict+filter"]
-table = {}
-for world, of in WORLDS.items():
-    table[world] = {name: f"{by_seed(rows_of(name, **of), 'ndcg@10').mean():.4f}" for name in [*LADDER, *ARMS]}
-    table[world] |= {"filter − plain": signed(difference(rows_of("filter", **of), rows_of("plain", **of))["all"]), "headroom": f"{headroom(**of).mean():+.4f}"}
-pd.DataFrame(table).rename_axis(index="NDCG@10")
+table = {
+    world: {name: f"{by_seed(rows_of(name, **of), 'ndcg@10').mean():.4f}" for name in [*LADDER, "plain", "filter"]}
+    | {"filter − plain": signed(gaps[world]["all"]), "headroom": f"{headroom(**of).mean():.4f}"}
+    for world, of in paired.items()
+}
+pd.DataFrame(table).T.rename_axis(index="NDCG@10")
+
+# %% [markdown]
+# By seed, since an interval over users does not know that another seed trains another model in another world:
+
+# %%
+by_one = {world: by_seed(rows_of("filter", **of), "ndcg@10") - by_seed(rows_of("plain", **of), "ndcg@10") for world, of in paired.items()}
+pd.DataFrame({world: {f"seed {s}": f"{v:+.4f}".replace("-", "−") for s, v in gap.dropna().items()} for world, gap in by_one.items()}).T.fillna("–")
 
 # %% [markdown]
 # ### Does the advantage grow with heterogeneity, and with fewer users?
 
 
 # %%
-def advantages(worlds: list[dict]) -> pd.DataFrame:
-    "Difference with its interval, and headroom, one line per world."
-    found = []
-    for of in worlds:
-        d = difference(rows_of("filter", **of), rows_of("plain", **of))["all"]
-        found.append(dict(of, mean=d.mean, low=d.low, high=d.high, headroom=headroom(**of).mean(), of_users=d.n))
-    return pd.DataFrame(found)
-
-
-def draw(ax, x, found: pd.DataFrame) -> None:
-    "Advantage with its interval beside the headroom."
-    error = [found["mean"] - found["low"], found["high"] - found["mean"]]
-    ax.plot(x, found["headroom"], "s--", markersize=4, color=COLOUR["truth"], label="exact filter: knowing ρ")
-    ax.errorbar(x, found["mean"], error, fmt="o-", markersize=4, capsize=3, color=COLOUR["posterior"], label="filtering − plain layer")
+def draw(ax, names: list[str], x: str) -> None:
+    "Advantage with its interval beside the headroom, one point for each world of which both arms are stored."
+    names = [name for name in names if name in paired]
+    at, d = [paired[name][x] for name in names], [gaps[name]["all"] for name in names]
+    error = [[g.mean - g.low for g in d], [g.high - g.mean for g in d]]
+    ax.plot(at, [headroom(**paired[name]).mean() for name in names], "s--", markersize=4, color=COLOUR["truth"], label="exact filter: with − without ρ")
+    ax.errorbar(at, [g.mean for g in d], error, fmt="o-", markersize=4, capsize=3, color=COLOUR["posterior"], label="filtering − plain layer")
     ax.axhline(0, color=COLOUR["prior"], linestyle=":")
-    ax.set_ylabel("difference in NDCG@10")
-    ax.legend()
+    ax.set(ylabel="difference in NDCG@10")
+    ax.legend(fontsize=8)
 
 
 # %%
 #| label: fig-heterogeneity
-#| fig-cap: "What the exact filter gains by knowing ρ grows with the heterogeneity of the items; what the filtering layer gains over the plain one does not follow (8,000 users, two kinds; bars: 95 % over users)."
+#| fig-cap: "HET"
 #| code-fold: true
-by_heterogeneity = advantages([dict(TWO, heterogeneity=h) for h in (0, 0.5, 1)])
 fig, ax = plt.subplots()
-draw(ax, by_heterogeneity["heterogeneity"], by_heterogeneity)
+draw(ax, ["all equal, 2,000 users", "half as different, 2,000 users", "two kinds, 2,000 users"], "heterogeneity")
 ax.set(xlabel="heterogeneity of the reliability", xticks=[0, 0.5, 1])
 plt.show()
 
 # %%
 #| label: fig-users
-#| fig-cap: "Users (bars: 95 % over users)."
+#| fig-cap: "USERS"
 #| code-fold: true
-by_users = advantages([dict(TWO, n_users=n) for n in (500, 2000, 8000)])
 fig, ax = plt.subplots()
-draw(ax, by_users["n_users"], by_users)
-ax.set(xlabel="users", xscale="log", xticks=by_users["n_users"], xticklabels=[f"{n:,}" for n in by_users["n_users"]])
+draw(ax, ["two kinds, 500 users", "two kinds, 2,000 users", "two kinds, 8,000 users"], "n_users")
+ax.set(xlabel="users", xscale="log", xticks=[500, 2000, 8000], xticklabels=["500", "2,000", "8,000"])
 ax.minorticks_off()
 plt.show()
 
 # %% [markdown]
-# The same by seed, since an interval over users does not know that another seed trains another model:
-
-# %%
-rows = []
-for of in [*by_heterogeneity.to_dict("records"), *by_users.to_dict("records")]:
-    of = {name: of[name] for name in TWO}
-    gap = by_seed(rows_of("filter", **of), "ndcg@10") - by_seed(rows_of("plain", **of), "ndcg@10")
-    rows.append({"heterogeneity": of["heterogeneity"], "users": of["n_users"]} | {f"seed {s}": f"{v:+.4f}".replace("-", "−") for s, v in gap.items()})
-pd.DataFrame(rows).drop_duplicates().set_index(["heterogeneity", "users"]).fillna("–")
-
-# %% [markdown]
 # ### Why
 #
-# Three questions. Would the *true* $\tau$ help (odds of signal, not learned), and does a $\tau$ that is the same for all items do as well? Is the advantage where it should be, at users whose last item was an unreliable one? And has plain attention learned to look away from unreliable items by itself?
+# Three questions. Does a filter with one $\tau$ for all items do as well, and would the *true* $\tau$ (odds of signal, not learned) do better? Is the difference where a precision should act, at users whose last item was an unreliable one ($\rho < .5$)? And has the plain layer learned to look away from unreliable items by itself?
 
 # %%
-TOLD = {"filter, true τ": dict(bft=True, tau="true"), "filter, one τ for all": dict(bft=True, tau="constant"), "filter, slow τ": dict(bft=True, tau="item", precision_lr=0.003)}
-ARMS |= TOLD
-plain = rows_of("plain", **TWO)
 why = {}
-for name in [arm for arm in ARMS if arm != "plain"]:
-    rows = rows_of(name, **TWO)
-    if len(rows):
+for arm in list(ARMS)[1:]:
+    rows, plain = rows_of(arm, **TWO), rows_of("plain", **TWO)
+    if seeds[arm]["two kinds, 8,000 users"]:
         gap = difference(rows, plain)
-        why[name] = {"all users": signed(gap["all"]), "last item unreliable": signed(gap["0"]), "last item reliable": signed(gap["1"]), "seeds": rows["seed"].nunique()}
-pd.DataFrame(why).T.rename_axis(index="minus plain, NDCG@10")
+        why[arm] = {"all users": signed(gap["all"]), "last item unreliable": signed(gap["0"]), "last item reliable": signed(gap["1"])}
+pd.DataFrame(why).T.rename_axis(index="minus plain, NDCG@10, two kinds, 8,000 users")
 
 # %%
-RECEIVED = {"ρ": "spearman.attention_rho", "popularity": "spearman.attention_count"}
-pd.DataFrame({
-    (world, arm): {name: spread(by_seed(rows_of(arm, **of), metric, "train")) for name, metric in RECEIVED.items()}
-    for world, of in WORLDS.items() for arm in ("plain", "filter")
-}).T.rename_axis(columns="rank correlation of received attention with")  # fmt: skip
+looks = {
+    (world, arm): {"ρ": spread(by_seed(rows_of(arm, **of), "spearman.attention_rho", "train")), "popularity": spread(by_seed(rows_of(arm, **of), "spearman.attention_count", "train"))}
+    for world, of in WORLDS.items() for arm in list(ARMS)[:3] if seeds[arm][world]
+}  # fmt: skip
+pd.DataFrame(looks).T.rename_axis(columns="received attention, rank correlation with")
 
 # %%
 #| label: fig-attention
-#| fig-cap: "Attention."
+#| fig-cap: "ATT"
 #| code-fold: true
 fig, ax = plt.subplots()
-for arm, role in (("plain", "baseline"), ("filter", "posterior")):
-    for i, line in enumerate(tenths(arm, "attention", **EVEN)):
-        ax.plot(centre, line, "o-", markersize=3, linewidth=1, color=COLOUR[role], label=None if i else arm)
+draw_tenths(ax, "attention", [(arm, "evenly spread, 8,000 users", role, arm) for arm, role in (("plain", "baseline"), ("filter", "posterior"))])
 ax.axhline(1, color=COLOUR["prior"], linestyle=":")
-ax.set(xlabel="true reliability ρ of the item", ylabel="attention received, uniform = 1")
+ax.set(ylabel="attention received (uniform: 1)")
 ax.legend()
 plt.show()
