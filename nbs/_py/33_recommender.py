@@ -952,6 +952,144 @@ class Recommender:
         return numbers
 
 # %% [markdown]
+# ## A shop that does not exist
+#
+# The world of chapter 29 as a shop would see it: 2,000 readers, 200 books, ids of its own. Readers come back to books, so seen items compete. The last choice of every reader is hidden from everything that follows.
+
+# %%
+world = make_world(n_users=2000)
+reader, day = np.indices(world.items.shape)
+shop = pd.DataFrame({"reader": [f"r{u}" for u in reader.ravel()], "book": [f"b{i}" for i in world.items.ravel()], "day": day.ravel()})
+past, hidden = shop[shop.day < 19], shop[shop.day == 19].set_index("reader").book
+len(past), len(hidden)
+
+# %%
+recommender = Recommender(filter_seen=False, d=32, max_epochs=8).fit(past, user="reader", item="book", timestamp="day")
+recommender
+
+# %%
+recommender.report["protocol"], recommender.report["validation"]
+
+# %% [markdown]
+# Any history, also of somebody new:
+
+# %%
+recommender.recommend({"Ida": ["b3", "b50", "b7"], "Bo": ["b120"]}, k=3)
+
+# %% [markdown]
+# ### Is the confidence true?
+#
+# Ten recommendations for every reader, and what they chose next. Five groups by confidence, least confident first:
+
+# %%
+lists = recommender.recommend(k=10)
+hit = (lists.book == lists.reader.map(hidden)).groupby(lists.reader, sort=False).any()
+said = lists.groupby("reader", sort=False).confidence.first()
+bins = reliability_bins(said.to_numpy(), hit.to_numpy())
+pd.DataFrame(bins).round(3)
+
+
+# %%
+#| hide
+def reliability_figure(ax, bins, role, label):
+    "Points with their Wilson intervals."
+    c, h, low, high = (np.array([getattr(b, n) for b in bins]) for n in ("confidence", "hit_rate", "low", "high"))
+    ax.errorbar(c, h, yerr=[h - low, high - h], fmt="o", color=COLOUR[role], label=label, capsize=2)
+
+
+# %%
+#| label: fig-calibration
+#| fig-cap: "What was said and what happened, for readers whose next choice nothing had seen (points: fifths of 2,000 readers by confidence; bars: 95 % Wilson intervals). On the dashed line the confidence is true."
+#| code-fold: true
+fig, ax = plt.subplots()
+ax.plot([0.15, 0.65], [0.15, 0.65], "--", color=COLOUR["truth"], label="calibrated")
+reliability_figure(ax, bins, "posterior", "readers")
+ax.set(xlabel="confidence: P(next item among the ten)", ylabel="hit rate HR@10")
+ax.legend()
+plt.show()
+
+# %% [markdown]
+# The least confident fifth is hit less often than the most confident:
+
+# %%
+assert bins[0].high < bins[-1].low
+bins[0].hit_rate, bins[-1].hit_rate
+
+# %% [markdown]
+# ### What does the precision add?
+#
+# Three forecasters of a hit, learnt on the validation users and judged on the hidden choices by their mean log loss [nat]: the same rate for everybody; sharpness alone; sharpness and log precision.
+
+
+# %%
+def log_loss(p, y): return float(-np.where(y, np.log(p), np.log1p(-p)).mean())
+
+
+# %%
+asked_of = Examples(np.arange(2000, dtype=np.int32), recommender.histories, numbers_of(hidden.loc[recommender.user_ids].to_numpy().astype(str), recommender.item_ids).astype(np.int32))
+test = judge(recommender.model, asked_of, filter_seen=False)
+valid, y, v = recommender.known, test.ranks <= 10, recommender.known.ranks <= 10
+losses = {"same rate for all": log_loss(np.full(len(y), v.mean()), y)}
+for name, columns in (("sharpness", [0]), ("log precision", [1]), ("both", [0, 1])):
+    losses[name] = log_loss(confidence(calibrate(valid.evidence[:, columns], v), test.evidence[:, columns]), y)
+losses
+
+# %%
+recommender.calibration().slopes.round(3)
+
+# %% [markdown]
+# TODO
+#
+# ### Why these?
+
+# %%
+table = recommender.explain("r3")
+table[table.layer == 1].tail(5).round(3)
+
+# %%
+#| label: fig-explanation
+#| fig-cap: "TODO"
+#| code-fold: true
+plot_explanation(table)
+plt.show()
+
+# %% [markdown]
+# The weights of the table are those of the layer: averaging the layer's values with them gives what `filter` says the layer observed.
+
+# %%
+x = torch.from_numpy(recommender.histories[3].astype(np.int64))[None]
+steps = recommender.model.filter(x)[1]
+w, layer = last_weights(recommender.model.encoder.layers[0], steps[0].prior), recommender.model.encoder.layers[0]
+v = (layer.norm1(steps[0].prior.mean) @ layer.self_attn.in_proj_weight[64:].T + layer.self_attn.in_proj_bias[64:]).unflatten(-1, (2, 16))
+torch.testing.assert_close(layer.self_attn.out_proj(torch.einsum("hj,jhk->hk", w, v[0]).flatten()), steps[0].observation.mean[0, -1], atol=1e-5, rtol=1e-4)
+
+# %% [markdown]
+# ### A new book
+#
+# It has no reader yet. Said to be like `b3` it is recommended where `b3` is, and a history that contains it can be read; as evidence it has the least precision there is:
+
+# %%
+recommender.add_items(["new"], like={"new": ["b3"]})
+tau = recommender.model.precision.tau.detach()
+recommender.recommend({"Ida": ["b3", "new"]}, k=2), float(tau[-1]), float(tau[:-1].median())
+
+# %% [markdown]
+# ### A plain backbone
+#
+# keeps no precision, so its confidence comes from sharpness alone and says so:
+
+# %%
+plain = Recommender(bft=False, filter_seen=False, d=32, max_epochs=8).fit(past, user="reader", item="book", timestamp="day")
+plain_lists = plain.recommend(k=10)
+plain_said = plain_lists.groupby("reader", sort=False).confidence.first().to_numpy()
+plain_hit = (plain_lists.book == plain_lists.reader.map(hidden)).groupby(plain_lists.reader, sort=False).any().to_numpy()
+plain.confidence_from, log_loss(plain_said, plain_hit), float(plain_hit.mean()), float(hit.mean())
+
+# %% [markdown]
+# ## On real data
+#
+# TODO
+#
 # ## Summary
 #
 # - x
