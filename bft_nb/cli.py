@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from bft_nb import __version__, runner
+from bft_nb import __version__, recommend_command, runner
 
 __all__ = ["COMMANDS", "Command", "main"]
 
@@ -52,6 +52,7 @@ def _run(a: argparse.Namespace) -> int:
 
 COMMANDS: dict[str, Command] = {
     "run": Command("run one parameterised notebook", _run_arguments, _run),
+    "recommend": Command("recommend from a CSV or Parquet file of interactions", recommend_command.arguments, recommend_command.run),
 }
 
 
@@ -69,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     a = _parser().parse_args(argv)
     try:
         return COMMANDS[a.command].run(a)
-    except (FileNotFoundError, ValueError, TypeError) as e:
+    except (OSError, ValueError, TypeError) as e:
         print(f"bft {a.command}: {e}", file=sys.stderr)
         return 2
     except runner.RunFailed as e:

@@ -459,6 +459,8 @@ def plot_explanation(
     for ax, (name, label, role) in zip(axes[0], panels, strict=True):
         ax.barh(range(len(first)), columns[name][first], color=COLOUR[role])
         ax.set(xlabel=label)
+    gains = [f"{columns['gain'][columns['layer'] == i][0]:.2f} in layer {i}" for i in np.unique(columns["layer"])]
+    fig.suptitle(f"gain {', '.join(gains)}", fontsize="medium")
     axes[0][0].set(yticks=range(len(first)), yticklabels=columns["neighbour"][first], ylabel="history (oldest at the bottom)")
     return fig
 

@@ -706,6 +706,8 @@ def plot_explanation(
     for ax, (name, label, role) in zip(axes[0], panels, strict=True):
         ax.barh(range(len(first)), columns[name][first], color=COLOUR[role])
         ax.set(xlabel=label)
+    gains = [f"{columns['gain'][columns['layer'] == i][0]:.2f} in layer {i}" for i in np.unique(columns["layer"])]
+    fig.suptitle(f"gain {', '.join(gains)}", fontsize="medium")
     axes[0][0].set(yticks=range(len(first)), yticklabels=columns["neighbour"][first], ylabel="history (oldest at the bottom)")
     return fig
 
@@ -964,7 +966,7 @@ past, hidden = shop[shop.day < 19], shop[shop.day == 19].set_index("reader").boo
 len(past), len(hidden)
 
 # %%
-recommender = Recommender(filter_seen=False, d=32, max_epochs=8).fit(past, user="reader", item="book", timestamp="day")
+recommender = Recommender(filter_seen=False, d=32, max_epochs=6).fit(past, user="reader", item="book", timestamp="day")
 recommender
 
 # %%
@@ -1079,7 +1081,7 @@ recommender.recommend({"Ida": ["b3", "new"]}, k=2), float(tau[-1]), float(tau[:-
 # keeps no precision, so its confidence comes from sharpness alone and says so:
 
 # %%
-plain = Recommender(bft=False, filter_seen=False, d=32, max_epochs=8).fit(past, user="reader", item="book", timestamp="day")
+plain = Recommender(bft=False, filter_seen=False, d=32, max_epochs=6).fit(past, user="reader", item="book", timestamp="day")
 plain_lists = plain.recommend(k=10)
 plain_said = plain_lists.groupby("reader", sort=False).confidence.first().to_numpy()
 plain_hit = (plain_lists.book == plain_lists.reader.map(hidden)).groupby(plain_lists.reader, sort=False).any().to_numpy()
