@@ -581,7 +581,7 @@ class Recommender:
         return to_frame(columns, library or own)
 
     def calibration(self, k: int = 10) -> Calibration | None:
-        f"How confidence at k follows from the evidence, learnt from validation users; None if there are fewer than {MIN_CALIBRATION}."
+        "How confidence at k follows from the evidence, learnt from validation users; None if there are fewer than `MIN_CALIBRATION`."
         self._check_fitted()
         return calibrate(self.known.evidence, self.known.ranks <= k) if len(self.known.ranks) >= MIN_CALIBRATION else None
 
