@@ -336,7 +336,8 @@ def to_frame(
 ) -> Any:
     "A native frame; `ValueError` for an unknown library, `ImportError` if it is not installed."
     check_option("library", library, LIBRARIES)
-    return nw.from_dict({name: values.tolist() if values.dtype.kind == "U" else values for name, values in columns.items()}, backend=library).to_native()
+    backend: Any = library
+    return nw.from_dict({name: values.tolist() if values.dtype.kind == "U" else values for name, values in columns.items()}, backend=backend).to_native()
 
 # %% ../nbs/33_recommender.ipynb #5c5db917
 def build(
@@ -349,7 +350,7 @@ def build(
     return backbone_classes()[backbone](n_items=n_items, **arguments)
 
 # %% ../nbs/33_recommender.ipynb #955e5b04
-def backbone_classes() -> dict[str, type[nn.Module]]:
+def backbone_classes() -> dict[str, type[Any]]:
     "Backbones by name, chapter 31."
     return getattr(backbones, "BACKBONES", {"sasrec": backbones.SASRec})
 
@@ -513,12 +514,12 @@ class Recommender:
         device: str = "auto",  # "auto", "cpu", "cuda", "mps"
         **options,  # further arguments of the backbone: d, n_layers, dropout, precision, …
     ):
-        self.settings = dict(
+        self.settings: dict[str, Any] = dict(
             backbone=backbone, bft=bft, filter_seen=filter_seen, max_length=max_length, max_epochs=max_epochs, patience=patience, batch_size=batch_size,
             lr=lr, precision_lr=precision_lr, negatives=negatives, seed=seed, device=device, options=options,
         )  # fmt: skip
         build(backbone, 1, self._arguments)
-        self.model: nn.Module | None = None
+        self.model: Any = None
 
     @property
     def _arguments(self) -> dict[str, Any]:
@@ -543,7 +544,8 @@ class Recommender:
         progress: bool = False,
     ) -> "Recommender":
         "Train on all but the last item of each user, stop early on the last, calibrate. Raises as `bft_nb.interactions.from_frame`."
-        self.library, self.columns = library_of(frame), {"user": user, "item": item, "timestamp": timestamp, "position": position}
+        self.library = library_of(frame)
+        self.columns: dict[str, Any] = {"user": user, "item": item, "timestamp": timestamp, "position": position}
         data, duplicates = without_duplicates(from_frame(frame, user, item, timestamp, position))
         split, s = hold_back_last(data), self.settings
         torch.manual_seed(s["seed"])
