@@ -25,11 +25,11 @@ seed = 0
 options = "{}"  # more arguments of the model, as JSON: {"kalman": false}, {"precision": "mlp"}, {"n_layers": 1}, …
 d = 64
 dropout = 0.5
-lr = 1e-3
-precision_lr = 3e-2  # of log τ and the process noise
+lr = 3e-3
+precision_lr = 3e-3  # of log τ and the process noise
 negatives = 512  # of the sampled softmax; 0: full cross-entropy
 epochs = 3
-patience = 5
+patience = 10
 device = "auto"  # or "cpu", "cuda", "mps"
 dtype = "float32"  # or "bfloat16"
 store = False  # append the rows to data/results of this checkout?
@@ -199,11 +199,13 @@ if store and not has_rows(results_folder() / "recommendation.csv", run):
 # %% [markdown]
 # ## The study
 #
-# From here on nothing of this run is used: everything is read from `data/results`. Each cell was made by a command such as
+# From here on nothing of this run is used: everything is read from `data/results`. All of it is made again by
 #
 # ```bash
-# BFT_DATA=… bft run recommendation -p dataset beauty -p bft true -p precision_lr 3e-3 -p lr 3e-3 -p epochs 80 -p patience 10 -p seed 0 -p store true
+# BFT_DATA=… bft sweep nbs/experiments/grids/recommendation.yaml -j 2
 # ```
+#
+# or cell by cell, `bft run recommendation -p dataset beauty -p bft true -p seed 0 -p epochs 80 -p store true`; about ten minutes a cell and core.
 #
 # Three layers are compared. *Plain* is torch's, *filter* is ours. *Filter, off* is our layer with kriging and gain switched off: it computes what torch's layer computes, to rounding, but it drops features of $e$ in training where torch's drops attention weights (chapter 22). It is the null: whatever it gains over plain is not owed to precision. All three have the same width, depth, loss, negatives, rate of dropout, batches, learning rate, patience and seeds.
 
