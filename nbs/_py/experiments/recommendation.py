@@ -255,13 +255,14 @@ def line(dataset: str, arm: str) -> dict[str, str]:
     rows = cell(dataset, arm)
     found = over_seeds(choose(rows, split="test"), ["dataset"]).droplevel(0)
     shown = {m: f"{found['mean'][m]:.4f} ± {found['sd'][m]:.4f}" for m in ("hr@10", "ndcg@10", "hr@20", "ndcg@20")}
-    paired = {f"Δ NDCG@10 to {other}": signed(compare(rows, cell(dataset, other))["all"]) if arm != other else "" for other in ("plain", "filter, off")}
+    paired = {f"Δ NDCG@10 to {other}": signed(compare(rows, cell(dataset, other))["all"]) if arm != other else "" for other in ("plain", "filter, off") if len(cell(dataset, other))}
     return {"data": dataset, "layer": arm, "seeds": str(found["seeds"]["hr@10"]), **shown, **paired}
 
 
 # %%
 names = ["beauty", "sports"]
-pd.DataFrame([line(name, arm) for name in names for arm in ARMS]).set_index(["data", "layer"])
+pairs = [(name, arm) for name in names for arm in ARMS if len(cell(name, arm))]
+pd.DataFrame([line(*pair) for pair in pairs]).set_index(["data", "layer"])
 
 # %% [markdown]
 # ### Rare items
@@ -280,7 +281,7 @@ def by_quarter(dataset: str, arm: str) -> pd.DataFrame:
 #| code-fold: true
 fig, axes = plt.subplots(1, len(names), figsize=(4 * len(names), 3), squeeze=False)
 for ax, name in zip(axes[0], names):
-    for k, arm in enumerate(ARMS):
+    for k, arm in enumerate(arm for arm in ARMS if (name, arm) in pairs):
         found = by_quarter(name, arm)
         whiskers = np.array([interval(m, n) for m, n in zip(found["mean"], found["n"])]).T
         ax.bar(np.arange(4) + 0.28 * (k - 1), found["mean"], 0.26, yerr=whiskers, color=COLOURS[arm], label=arm, error_kw={"linewidth": 1})
@@ -300,7 +301,7 @@ def differences(name: str, other: str) -> pd.Series:
 
 
 # %%
-pd.DataFrame([differences(name, other) for name in names for other in ("plain", "filter, off")]).T
+pd.DataFrame([differences(*pair) for pair in pairs if pair[1] != "filter"]).T
 
 # %% [markdown]
 # ### What the filter learnt
@@ -337,4 +338,4 @@ def moves_by_quarter(name: str, arm: str) -> pd.Series:
 
 
 # %%
-pd.DataFrame([moves_by_quarter(name, arm) for name in names for arm in ARMS]).round(3)
+pd.DataFrame([moves_by_quarter(*pair) for pair in pairs]).round(3)
