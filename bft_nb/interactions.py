@@ -157,9 +157,9 @@ def time_column(
     if n := missing_values(column): raise ValueError(f"column {name!r} has {n} missing times (null or NaN)")
     if column.dtype in (nw.Datetime, nw.Date):
         if column.dtype == nw.Date: column = column.cast(nw.Datetime("us"))
-        unit = "ns" if column.dtype.time_unit == "ns" else "us"  # finer than both there is none
-        key = column.dt.timestamp(unit).to_numpy().astype(np.int64)
-        return key, key // (1_000_000_000 if unit == "ns" else 1_000_000)
+        fine = getattr(column.dtype, "time_unit", "us") == "ns"
+        key = column.dt.timestamp("ns" if fine else "us").to_numpy().astype(np.int64)
+        return key, key // (1_000_000_000 if fine else 1_000_000)
     if not column.dtype.is_numeric(): raise TypeError(f"column {name!r} has type {column.dtype}: times must be numbers or dates")
     key = column.to_numpy()
     if key.dtype.kind not in "iuf": raise TypeError(f"column {name!r} has type {column.dtype}: times must be numbers or dates")

@@ -342,8 +342,8 @@ def check_sizes(
     if n_users < 1: raise ValueError(f"n_users must be at least 1, got {n_users}")
     if n_events < 3: raise ValueError(f"n_events must be at least 3 (train, validation and test need one each), got {n_events}")
     ranges = {"heterogeneity": (heterogeneity, 1), "user_spread": (user_spread, 1), "exponent": (exponent, 20), "stay": (stay, 0.95)}
-    for name, (value, high) in ranges.items():
-        if not 0 <= value <= high: raise ValueError(f"{name} must lie in 0 … {high}, got {value}")
+    for name, (share, high) in ranges.items():
+        if not 0 <= share <= high: raise ValueError(f"{name} must lie in 0 … {high}, got {share}")
 
 
 # %%
