@@ -20,7 +20,7 @@ CFG.read(ROOT / "settings.ini", encoding="utf-8")
 LIB = CFG["DEFAULT"]["lib_path"]
 LAST_OF_THE_LAYER = 22  # chapters up to this number work with `requirements` alone,
 NOT_THE_LAYER = {"symbolic", "figures"}  # but for the book's own tools
-PLAIN = {"runner", "cli"}
+PLAIN = {"runner", "sweep", "cli"}
 
 
 def exported():
