@@ -237,13 +237,13 @@ class OnRay:
 
     def _init(self, address: str) -> None:
         "Join a cluster, or start one of this machine alone."
-        where = {} if address == "local" else {"address": address}
+        where: dict[str, Any] = {"include_dashboard": False} if address == "local" else {"address": address}
         library = {"env_vars": {"PYTHONPATH": runner.environment()["PYTHONPATH"]}}
         try:
             self.ray.init(**where, log_to_driver=False, logging_level="ERROR", runtime_env=library)
         except Exception as e:  # Ray raises a bare one where it could not start
             why = f"{e}".partition("\n")[0]
-            if not where:
+            if address == "local":
                 raise runner.RunFailed(f"Ray did not start on this machine: {why}") from None
             raise ValueError(f"no Ray cluster at {address!r} ({why}): `ray start --head` starts one, --ray local one for this sweep") from None
 
