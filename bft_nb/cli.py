@@ -110,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     a = _parser().parse_args(argv)
     try:
         return COMMANDS[a.command].run(a)
-    except (FileNotFoundError, ValueError, TypeError) as e:
+    except (OSError, ValueError, TypeError) as e:
         print(f"bft {a.command}: {e}", file=sys.stderr)
         return 2
     except runner.RunFailed as e:

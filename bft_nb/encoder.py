@@ -9,6 +9,7 @@ __all__ = ['PADDING_PRECISION', 'ItemPrecision', 'MLPPrecision', 'ConstantPrecis
 # %% ../nbs/22_encoder.ipynb #a0fa7b1c
 import math
 from collections.abc import Callable, Iterator
+from numbers import Real
 from typing import Any
 
 import torch
@@ -17,13 +18,13 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from .attention import check_options, observe
-from .core import Belief, certain, check_belief, check_option
+from .core import Belief, certain, check_belief, check_count, check_flag, check_option, check_positive
 from .dynamics import ffn_jacobian, predict, standardise
-from .kalman import update
+from .kalman import at_least_float32, update
 from .layer import Step, normalise, project, reliability
 
 # %% ../nbs/22_encoder.ipynb #e97d2023
-PADDING_PRECISION = 1e-6  # the least precision of the book; padding is masked as well
+PADDING_PRECISION = 1e-6  # [h⁻²], the least of the range that the library promises; padding is masked as well
 
 # %% ../nbs/22_encoder.ipynb #dd817f5f
 class ItemPrecision(nn.Module):
@@ -35,9 +36,11 @@ class ItemPrecision(nn.Module):
         init: float | Float[Tensor, "v"] = 1.0,  # τ at the start, one for all or one per item, > 0
     ):
         super().__init__()
-        start = torch.full((num_items,), init) if isinstance(init, (int, float)) else init
-        if start.shape != (num_items,) or not bool((start > 0).all()):
-            raise ValueError(f"init must be a positive number or {num_items} of them, got {init!r}")
+        check_count("num_items", num_items)
+        start = torch.full((num_items,), float(init)) if isinstance(init, Real) else init
+        if not isinstance(start, Tensor) or start.shape != (num_items,) or not bool((torch.isfinite(start) & (start > 0)).all()):
+            raise ValueError(f"init must be a positive, finite number or a tensor of {num_items} of them, got {init!r}")
+        start = at_least_float32(start)
         log_tau = torch.cat([start.new_tensor([PADDING_PRECISION]), start]).log()
         self.log_tau = nn.Embedding.from_pretrained(log_tau[:, None], freeze=False, padding_idx=0)
 
@@ -46,11 +49,17 @@ class ItemPrecision(nn.Module):
         items: Int[Tensor, "b t"],  # item of each token
         embedding: Float[Tensor, "b t d"],  # gives width and dtype
     ) -> Float[Tensor, "b t d"]:
-        return self.log_tau(items).exp().expand(embedding.shape)
+        if items.shape != embedding.shape[:-1]:
+            raise ValueError(f"items and embedding must agree in batch and time, got {tuple(items.shape)} and {tuple(embedding.shape)}")
+        try:
+            return at_least_float32(self.log_tau(items)).exp().expand(embedding.shape)
+        except IndexError as error:
+            wrong = items[(items < 0) | (items >= self.log_tau.num_embeddings)][0].item()
+            raise ValueError(f"items must be ids 0 (padding) … {self.log_tau.num_embeddings - 1}, got {wrong}") from error
 
     @property
     def tau(self) -> Float[Tensor, "v"]:
-        "τ of each item, without padding."
+        "τ of each item, without padding, [h⁻²]."
         return self.log_tau.weight[1:, 0].exp()
 
 # %% ../nbs/22_encoder.ipynb #e2a1fdf8
@@ -63,32 +72,35 @@ class MLPPrecision(nn.Module):
         hidden: int = 16,  # width of the network
     ):
         super().__init__()
+        check_count("d_model", d_model)
+        check_count("hidden", hidden)
         self.net = nn.Sequential(nn.Linear(d_model, hidden), nn.GELU(), nn.Linear(hidden, 1))
         nn.init.zeros_(self.net[2].weight)
         nn.init.zeros_(self.net[2].bias)
 
     def forward(self, items: Int[Tensor, "b t"], embedding: Float[Tensor, "b t d"]) -> Float[Tensor, "b t d"]:
         with torch.autocast(embedding.device.type, enabled=False):
-            return self.net(embedding.float()).exp().expand(embedding.shape)
+            return at_least_float32(self.net(embedding.to(self.net[0].weight.dtype))).exp().expand(embedding.shape)
 
 # %% ../nbs/22_encoder.ipynb #6f8c7044
 class ConstantPrecision(nn.Module):
-    "One learned τ for all tokens."
+    "One learned τ for all tokens: `log_tau`, a single number."
 
     def __init__(
         self,
         init: float = 1.0,  # τ at the start, > 0
     ):
         super().__init__()
-        if not init > 0:
-            raise ValueError(f"init must be positive, got {init}")
+        check_positive("init", init)
         self.log_tau = nn.Parameter(torch.tensor(math.log(init)))
 
     def forward(self, items: Int[Tensor, "b t"], embedding: Float[Tensor, "b t d"]) -> Float[Tensor, "b t d"]:
-        return self.log_tau.exp().expand(embedding.shape)
+        return at_least_float32(self.log_tau).exp().expand(embedding.shape)
 
 # %% ../nbs/22_encoder.ipynb #beecf3cd
 def _check_mask(name: str, mask: Tensor, shapes: list[tuple[int, ...]]) -> None:
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(mask).__name__}")
     if tuple(mask.shape) not in shapes:
         raise ValueError(f"{name} must have shape {' or '.join(map(str, shapes))}, got {tuple(mask.shape)}")
     if mask.dtype != torch.bool and not mask.is_floating_point():
@@ -102,6 +114,7 @@ def _attention_mask(mask: Tensor | None, padding: Tensor | None, b: int, t: int,
         _check_mask("mask", mask, [(t, t), (b * heads, t, t)])
         masks.append(mask.reshape(-1, heads if mask.dim() == 3 else 1, t, t))
     if padding is not None:
+        padding = padding[None] if padding.dim() == 1 else padding
         _check_mask("src_key_padding_mask", padding, [(b, t)])
         masks.append(padding[:, None, None, :])
     if all(m.dtype == torch.bool for m in masks):
@@ -109,6 +122,96 @@ def _attention_mask(mask: Tensor | None, padding: Tensor | None, b: int, t: int,
     return sum(torch.zeros(m.shape, device=m.device).masked_fill(m, -torch.inf) if m.dtype == torch.bool else m for m in masks)
 
 # %% ../nbs/22_encoder.ipynb #bdc315bc
+def _heads(
+    attn: nn.MultiheadAttention,
+    x: Float[Tensor, "b t d"],  # input, normalised if the layer normalises first
+) -> tuple[Float[Tensor, "b h t k"], Float[Tensor, "b h t k"], Float[Tensor, "b h t k"]]:
+    "Queries, keys and values."
+    qkv = F.linear(x, attn.in_proj_weight, attn.in_proj_bias).unflatten(-1, (3, attn.num_heads, -1))
+    q, k, v = qkv.permute(2, 0, 3, 1, 4)
+    return q, k, v
+
+# %% ../nbs/22_encoder.ipynb #26ef1b97
+def _value_of_average_token(
+    attn: nn.MultiheadAttention,
+    norm: nn.LayerNorm | None,  # what stands in front of attention, if anything
+) -> Float[Tensor, "h 1 k"]:
+    "v at normalised features of zero, without gradient."
+    w = attn.in_proj_weight.chunk(3)[2]
+    bias = w.new_zeros(len(w)) if attn.in_proj_bias is None else attn.in_proj_bias.chunk(3)[2]
+    if norm is not None and norm.bias is not None:
+        bias = F.linear(norm.bias, w, bias)
+    return bias.detach().view(attn.num_heads, 1, -1)
+
+# %% ../nbs/22_encoder.ipynb #601edd79
+def _network_jacobian(
+    layer: nn.TransformerEncoderLayer,
+    h: Float[Tensor, "b t d"],  # what enters the network's branch, [h]
+    a: Float[Tensor, "b t f"],  # the pre-activation
+) -> Float[Tensor, "b t d"]:
+    "J of the network, behind its norm if that comes first."
+    w1, b1, w2, norm = layer.linear1.weight, layer.linear1.bias, layer.linear2.weight, layer.norm2
+    if not layer.norm_first:
+        return ffn_jacobian(a, w1, w2, layer.activation)
+    xhat, inv_std = standardise(h, "layer", norm.eps)
+    a_zero = b1 if norm.bias is None else F.linear(norm.bias, w1, b1)
+    return ffn_jacobian(a, w1, w2, layer.activation, norm="layer", xhat=xhat, inv_std=inv_std, norm_weight=norm.weight, a_zero=a_zero)
+
+# %% ../nbs/22_encoder.ipynb #e1255019
+def _batch_first(src: Tensor | Belief, layer: nn.TransformerEncoderLayer, precision: Tensor | None = None) -> tuple[Belief, Callable[[Belief], Tensor | Belief]]:
+    "A belief on (b, t, d), and the way back to the layout and type of `src`."
+    if not isinstance(src, Belief | Tensor):
+        raise TypeError(f"src must be a tensor or a Belief, got {type(src).__name__}")
+    if isinstance(src, Belief) and precision is not None:
+        raise ValueError("src is a Belief and has a precision: give a tensor with precision=, or a Belief alone")
+    belief = src if isinstance(src, Belief) else certain(src) if precision is None else Belief(src, precision)
+    check_belief(belief)
+    if belief.mean.dim() not in (2, 3):
+        raise ValueError(f"src must have two or three dimensions, got shape {tuple(belief.mean.shape)}")
+    if belief.mean.shape[-1] != layer.norm1.normalized_shape[0]:
+        raise ValueError(f"src must have d_model={layer.norm1.normalized_shape[0]} features, got shape {tuple(belief.mean.shape)}")
+    if belief.mean.dim() == 2:
+        there, back = (lambda x: x.unsqueeze(0)), (lambda x: x.squeeze(0))
+    elif layer.batch_first:
+        there = back = lambda x: x
+    else:
+        there = back = lambda x: x.transpose(0, 1)
+    pick = (lambda b: Belief(*map(back, b))) if isinstance(src, Belief) else (lambda b: back(b.mean))
+    return Belief(*map(there, belief)), pick
+
+# %% ../nbs/22_encoder.ipynb #fdba1ad1
+def _observe_branch(layer: nn.TransformerEncoderLayer, belief: Belief, mask: Tensor | None, padding: Tensor | None, is_causal: bool) -> tuple[Belief, Tensor]:
+    "e and λ_obs in the residual stream, and n_eff per head."
+    attn, norm = layer.self_attn, layer.norm1 if layer.norm_first else None
+    x = belief.mean if norm is None else norm(belief.mean)
+    lam_bar = reliability(belief) if layer.kriging else torch.ones_like(belief.precision[..., 0])
+    allowed = _attention_mask(mask, padding, x.shape[0], x.shape[1], attn.num_heads)
+    shift = _value_of_average_token(attn, norm)
+    seen = observe(*_heads(attn, x), lam_bar, mask=allowed, is_causal=is_causal, shift=shift, **layer.observing)
+    e, lam_obs = project(seen, attn.out_proj.weight, attn.out_proj.bias)
+    return Belief(layer.dropout1(e), lam_obs), seen.n_eff
+
+# %% ../nbs/22_encoder.ipynb #1a541ea4
+def _predict_branch(layer: nn.TransformerEncoderLayer, belief: Belief, carry: bool) -> Belief:
+    "The prediction; with `carry=False`, where nobody reads it, the precision stays as it was."
+    a = layer.linear1(layer.norm2(belief.mean) if layer.norm_first else belief.mean)
+    delta = layer.dropout2(layer.linear2(layer.dropout(layer.activation(a))))
+    if not carry:
+        return Belief(belief.mean + delta, belief.precision)
+    with torch.set_grad_enabled(torch.is_grad_enabled() and layer.jacobian == "full"):
+        jac = torch.zeros(()) if layer.jacobian == "none" else _network_jacobian(layer, belief.mean, a)
+    return predict(belief, delta, jac, layer.process_noise)
+
+# %% ../nbs/22_encoder.ipynb #f12d000a
+def _check_sizes(d_model: int, nhead: int, dim_feedforward: int, dropout: float) -> None:
+    for name, size in (("d_model", d_model), ("nhead", nhead), ("dim_feedforward", dim_feedforward)):
+        check_count(name, size)
+    if d_model % nhead:
+        raise ValueError(f"d_model must be divisible by nhead, got {d_model} and {nhead}")
+    if not 0 <= dropout <= 1:
+        raise ValueError(f"dropout must lie in 0 … 1, got {dropout}")
+
+# %% ../nbs/22_encoder.ipynb #226bf226
 class BFTEncoderLayer(nn.TransformerEncoderLayer):
     """A filter step with torch's encoder-layer interface: tensor in, tensor out; `Belief` in, `Belief` out [@bft2026].
 
@@ -130,7 +233,7 @@ class BFTEncoderLayer(nn.TransformerEncoderLayer):
         dtype=None,
         *,
         kriging: bool = True,  # weigh keys by reliability; False: plain attention weights
-        kalman: bool = True,  # gain λ_obs/(λ + λ_obs); False: gain one, the plain residual
+        kalman: bool = True,  # gain λ_obs/(λ + λ_obs); False: the mean takes gain one, the plain residual; the precision goes on as before
         jacobian: str = "detached",  # J of the network: "full", "detached" (no gradient through it) or "none" (J = 0)
         process_noise: float = 0.1,  # Q at the start, per feature, ≥ 0 [h²]; 0: none, and not learned
         resolution: str = "diagonal",  # of λ_obs, "diagonal" or "isotropic", chapter 20
@@ -138,10 +241,10 @@ class BFTEncoderLayer(nn.TransformerEncoderLayer):
         nu0: float = 1.0,  # ν₀, degrees of freedom of the prior, > 0
         impl: str = "blocked",  # of `observe`
     ):
-        if d_model % nhead:
-            raise ValueError(f"d_model must be divisible by nhead, got {d_model} and {nhead}")
-        if process_noise < 0:
-            raise ValueError(f"process_noise must be ≥ 0, got {process_noise}")
+        _check_sizes(d_model, nhead, dim_feedforward, dropout)
+        check_flag("kriging", kriging)
+        check_flag("kalman", kalman)
+        check_positive("process_noise", process_noise, zero=True)
         check_option("jacobian", jacobian, ("detached", "full", "none"))
         check_options(resolution, weights, nu0, impl)
         super().__init__(d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps, batch_first, norm_first, bias, device, dtype)
@@ -149,12 +252,12 @@ class BFTEncoderLayer(nn.TransformerEncoderLayer):
         self.batch_first = batch_first
         self.kriging, self.kalman, self.jacobian = kriging, kalman, jacobian
         self.observing: dict[str, Any] = {"resolution": resolution, "weights": weights, "nu0": nu0, "impl": impl}
-        start = torch.full((d_model,), math.log(math.expm1(process_noise)) if process_noise else 0.0, device=device)
+        start = torch.full((d_model,), process_noise + math.log(-math.expm1(-process_noise)) if process_noise else 0.0, device=device)
         self.raw_noise = nn.Parameter(start) if process_noise else None
 
     @property
     def process_noise(self) -> Tensor:
-        "Q, per feature, [h²]."
+        "Q per feature, [h²]; zero if the layer has none."
         return torch.zeros(()) if self.raw_noise is None else F.softplus(self.raw_noise)
 
     def forward(
@@ -165,78 +268,19 @@ class BFTEncoderLayer(nn.TransformerEncoderLayer):
         is_causal: bool = False,  # query t sees keys j ≤ t only; needs no mask
     ) -> Tensor | Belief:  # as `src`
         "One filter step. Raises `ValueError` or `TypeError` for masks that do not fit."
-        belief, restore = _batch_first(src, self.batch_first)
-        padding = src_key_padding_mask[None] if src_key_padding_mask is not None and src_key_padding_mask.dim() == 1 else src_key_padding_mask
-        step = self.step(belief, src_mask, padding, is_causal, carry=isinstance(src, Belief))
+        belief, restore = _batch_first(src, self)
+        step = self.step(belief, src_mask, src_key_padding_mask, is_causal, carry=isinstance(src, Belief))
         return restore(step.predicted)
 
     def step(self, belief: Belief, mask=None, padding=None, is_causal: bool = False, carry: bool = True) -> Step:
         "The same on (b, t, d), with everything the layer saw. `carry=False` leaves out the prediction of the precision."
-        observation, n_eff = self._observe(belief, mask, padding, is_causal)
+        observation, n_eff = _observe_branch(self, belief, mask, padding, is_causal)
         posterior = update(belief, observation)
         if not self.kalman:
-            posterior = Belief(belief.mean + observation.mean, posterior.precision)
+            posterior = posterior._replace(mean=belief.mean + observation.mean)
         after = posterior if self.norm_first else normalise(posterior, self.norm1)
-        predicted = self._predict(after, carry)
+        predicted = _predict_branch(self, after, carry)
         return Step(belief, observation, n_eff, posterior, predicted if self.norm_first else normalise(predicted, self.norm2))
-
-    def _observe(self, belief: Belief, mask, padding, is_causal: bool) -> tuple[Belief, Tensor]:
-        "Attention: e and λ_obs in the residual stream, and n_eff per head."
-        attn = self.self_attn
-        x = self.norm1(belief.mean) if self.norm_first else belief.mean
-        qkv = F.linear(x, attn.in_proj_weight, attn.in_proj_bias).unflatten(-1, (3, attn.num_heads, -1))
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        lam_bar = reliability(belief) if self.kriging else torch.ones_like(belief.precision[..., 0])
-        allowed = _attention_mask(mask, padding, x.shape[0], x.shape[1], attn.num_heads)
-        seen = observe(q, k, v, lam_bar, mask=allowed, is_causal=is_causal, shift=self._value_of_average_token(), **self.observing)
-        e, lam_obs = project(seen, attn.out_proj.weight, attn.out_proj.bias)
-        return Belief(self.dropout1(e), lam_obs), seen.n_eff
-
-    def _value_of_average_token(self) -> Tensor:
-        "v of a token whose normalised features are zero, (h, 1, k): what `observe` may subtract from all values."
-        attn = self.self_attn
-        w = attn.in_proj_weight.chunk(3)[2]
-        bias = w.new_zeros(len(w)) if attn.in_proj_bias is None else attn.in_proj_bias.chunk(3)[2]
-        if self.norm_first and self.norm1.bias is not None:
-            bias = F.linear(self.norm1.bias, w, bias)
-        return bias.detach().view(attn.num_heads, 1, -1)
-
-    def _predict(self, belief: Belief, carry: bool) -> Belief:
-        "The feed-forward network: mean by torch's own block, precision through its Jacobian."
-        a = self.linear1(self.norm2(belief.mean) if self.norm_first else belief.mean)
-        delta = self.dropout2(self.linear2(self.dropout(self.activation(a))))
-        if not carry:
-            return Belief(belief.mean + delta, belief.precision)
-        with torch.set_grad_enabled(torch.is_grad_enabled() and self.jacobian == "full"):
-            jac = torch.zeros(()) if self.jacobian == "none" else self._jacobian(belief.mean, a)
-        return predict(belief, delta, jac, self.process_noise)
-
-    def _jacobian(self, h: Tensor, a: Tensor) -> Tensor:
-        "J of the network behind its norm, from the pre-activation it has computed (13.5)."
-        w1, w2 = self.linear1.weight, self.linear2.weight
-        if not self.norm_first:
-            return ffn_jacobian(a, w1, w2, self.activation)
-        xhat, inv_std = standardise(h, "layer", self.norm2.eps)
-        a_zero = self.linear1.bias if self.norm2.bias is None else F.linear(self.norm2.bias, w1, self.linear1.bias)
-        return ffn_jacobian(a, w1, w2, self.activation, norm="layer", xhat=xhat, inv_std=inv_std, norm_weight=self.norm2.weight, a_zero=a_zero)
-
-# %% ../nbs/22_encoder.ipynb #e1255019
-def _batch_first(src: Tensor | Belief, batch_first: bool, precision: Tensor | None = None) -> tuple[Belief, Callable[[Belief], Tensor | Belief]]:
-    "A belief on (b, t, d), and the way back to the layout and type of `src`."
-    if isinstance(src, Belief) and precision is not None:
-        raise ValueError("src is a Belief and has a precision: give a tensor with precision=, or a Belief alone")
-    belief = src if isinstance(src, Belief) else certain(src) if precision is None else Belief(src, precision)
-    check_belief(belief)
-    if belief.mean.dim() not in (2, 3):
-        raise ValueError(f"src must have two or three dimensions, got shape {tuple(belief.mean.shape)}")
-    if belief.mean.dim() == 2:
-        there, back = (lambda x: x.unsqueeze(0)), (lambda x: x.squeeze(0))
-    elif batch_first:
-        there = back = lambda x: x
-    else:
-        there = back = lambda x: x.transpose(0, 1)
-    pick = (lambda b: Belief(*map(back, b))) if isinstance(src, Belief) else (lambda b: back(b.mean))
-    return Belief(*map(there, belief)), pick
 
 # %% ../nbs/22_encoder.ipynb #8d7efb37
 class BFTEncoder(nn.TransformerEncoder):
@@ -252,6 +296,10 @@ class BFTEncoder(nn.TransformerEncoder):
     ):
         if not isinstance(encoder_layer, BFTEncoderLayer):
             raise TypeError(f"encoder_layer must be a BFTEncoderLayer, got {type(encoder_layer).__name__}")
+        check_count("num_layers", num_layers)
+        width = encoder_layer.norm1.normalized_shape
+        if norm is not None and (not isinstance(norm, nn.LayerNorm | nn.RMSNorm) or norm.normalized_shape != width):
+            raise TypeError(f"norm must be a LayerNorm or RMSNorm over {width[0]} features, or None, got {norm}")
         super().__init__(encoder_layer, num_layers, norm, enable_nested_tensor=False, mask_check=mask_check)
         if self.layers[-1].raw_noise is not None:
             self.layers[-1].raw_noise.requires_grad_(False)
@@ -267,11 +315,10 @@ class BFTEncoder(nn.TransformerEncoder):
         with_intermediates: bool = False,  # also return one `Step` per layer
     ) -> Tensor | Belief | tuple[Tensor | Belief, list[Step]]:
         "Filter a sequence. Raises `ValueError` or `TypeError` for masks or precisions that do not fit."
-        belief, restore = _batch_first(src, self.layers[0].batch_first, precision)
-        padding = src_key_padding_mask[None] if src_key_padding_mask is not None and src_key_padding_mask.dim() == 1 else src_key_padding_mask
+        belief, restore = _batch_first(src, self.layers[0], precision)
         steps, carry = [], isinstance(src, Belief) or with_intermediates
         for layer in self.layers:
-            steps.append(layer.step(belief, mask, padding, bool(is_causal), carry or layer is not self.layers[-1]))
+            steps.append(layer.step(belief, mask, src_key_padding_mask, bool(is_causal), carry or layer is not self.layers[-1]))
             belief = steps[-1].predicted
         if self.norm is not None:
             belief = normalise(belief, self.norm) if carry else belief._replace(mean=self.norm(belief.mean))

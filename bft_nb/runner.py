@@ -127,6 +127,7 @@ def _need_papermill() -> None:
 def allowed_parameters(notebook: Path) -> dict[str, Any]:
     "Name and default of every parameter in the cell tagged `parameters` (a default that is no literal is given as `...`)."
     _need_papermill()
+    _cells(notebook)
     import ast
     import logging
 
@@ -143,7 +144,7 @@ def allowed_parameters(notebook: Path) -> dict[str, Any]:
 
 
 def _fits(value: Any, default: Any) -> bool:
-    if default is None or default is ... or value is None:
+    if default is None or default is ...:
         return True
     if isinstance(default, bool) or isinstance(value, bool):
         return type(value) is type(default)
@@ -177,9 +178,18 @@ def output_name(stem: str, parameters: Mapping[str, Any] | None = None) -> str:
     return f"{stem}-{plain[:80].rstrip('-,.')}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
+def _cells(notebook: Path) -> list[dict[str, Any]]:
+    "The cells of a notebook file; `ValueError` if it is none."
+    try:
+        content = json.loads(notebook.read_text(encoding="utf-8"))
+        return [{"cell_type": c["cell_type"], "source": c["source"]} for c in content["cells"]]
+    except (ValueError, KeyError, TypeError) as e:
+        raise ValueError(f"{notebook} is not a notebook (nbformat 4): {type(e).__name__}: {e}") from e
+
+
 def _identity(notebook: Path, parameters: Mapping[str, Any]) -> str:
     "Hash of the notebook's code and the parameters: what a kept output must agree with."
-    cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+    cells = _cells(notebook)
     code = ["".join(c["source"]) for c in cells if c["cell_type"] == "code"]
     return hashlib.sha256(json.dumps([code, dict(parameters)], sort_keys=True).encode()).hexdigest()[:16]
 
@@ -294,6 +304,8 @@ def _why(plan: Plan, status: int, said: str) -> str:
 def plan(source: Path, parameters: Mapping[str, Any], out: str | Path | None = None, name: str | None = None) -> Plan:
     "The run of a notebook that was found with parameters that were checked; `out` and `name` as for `run`."
     folder = Path(out).expanduser().resolve() if out else (checkout() or Path.cwd()) / "runs"
+    if folder.exists() and not folder.is_dir():
+        raise NotADirectoryError(f"out must be a folder, {folder} is a file")
     stem = name or output_name(source.stem, parameters)
     return Plan(source, dict(parameters), folder / f"{stem}.ipynb", _identity(source, parameters))
 

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from .core import check_positive, check_precision
 from .kalman import at_least_float32
 
 # %% ../nbs/14_sandwich.ipynb #81afbf09
@@ -17,7 +18,10 @@ def signed_weights(
     a: Float[Tensor, "*batch t j"],  # relevances, any sign, 0 where masked
     lam_bar: Float[Tensor, "*#batch j"],  # neighbour reliability λ̄ > 0
 ) -> Float[Tensor, "*batch t j"]:  # b = a λ̄, float32 or wider
-    "The weights of an unnormalised attention (14.1). `ValueError` if the numbers of keys differ."
+    "The weights of an unnormalised attention (14.1). `ValueError` if the numbers of keys differ or λ̄ is not positive and finite."
+    check_precision(lam_bar, "lam_bar")
+    if not lam_bar.dim():
+        raise ValueError("lam_bar must have one entry per key, got a single number")
     if a.shape[-1] != lam_bar.shape[-1]:
         raise ValueError(f"a and lam_bar must have the same number of keys, got {a.shape[-1]} and {lam_bar.shape[-1]}")
     return at_least_float32(a) * at_least_float32(lam_bar).unsqueeze(-2)
@@ -34,8 +38,8 @@ def signed_kappa(
 # %% ../nbs/14_sandwich.ipynb #d59f469a
 def centre(
     b: Float[Tensor, "*batch t j"],  # weights of any sign
-    v: Float[Tensor, "*batch j k"],  # values, [h]
-) -> Float[Tensor, "*batch t k"]:  # m, [h]
+    v: Float[Tensor, "*batch j k"],  # values, [v]
+) -> Float[Tensor, "*batch t k"]:  # m, [v]
     "The level around which residuals are taken (14.3): Σ b v/Σ b, moved to the mean under |b| where signs cancel; 0 where all weights are."
     size, total, squares = b.abs().sum(-1, keepdim=True), b.sum(-1, keepdim=True), b.square().sum(-1, keepdim=True)
     m0 = (b.abs() @ v) / torch.where(size > 0, size, 1.0)
@@ -51,8 +55,8 @@ def _check_values(a: Tensor, v: Tensor) -> None:
 def sandwich_variance(
     a: Float[Tensor, "*batch t j"],  # relevances, any sign, 0 where masked
     lam_bar: Float[Tensor, "*#batch j"],  # neighbour reliability λ̄ > 0
-    v: Float[Tensor, "*batch j k"],  # values, [h]
-) -> Float[Tensor, "*batch t k"]:  # estimate of Var(Σ a λ̄ v) ≥ 0, [h²], float32 or wider
+    v: Float[Tensor, "*batch j k"],  # values, [v]
+) -> Float[Tensor, "*batch t k"]:  # estimate V of Var(Σ a λ̄ v) ≥ 0, [v²] for λ̄ relative to a typical key, float32 or wider
     """Huber–White variance of unnormalised attention by the expanded square (14.2) [@huber1967; @white1980; @bft2026].
 
     `ValueError` if the numbers of keys differ."""
@@ -66,19 +70,18 @@ def sandwich_variance(
 # %% ../nbs/14_sandwich.ipynb #361e7174
 def claimed_variance(
     a: Float[Tensor, "*batch t j"],  # relevances, any sign, 0 where masked
-    lam_bar: Float[Tensor, "*#batch j"],  # neighbour reliability λ̄ > 0, [h⁻²]
-) -> Float[Tensor, "*batch t 1"]:  # V₀ = Σ a² λ̄
+    lam_bar: Float[Tensor, "*#batch j"],  # neighbour reliability λ̄ > 0
+) -> Float[Tensor, "*batch t 1"]:  # V₀ = Σ a² λ̄, in the unit of V
     "What the tracked precision claims for the variance of Σ a λ̄ v when Var v = 1/λ̄ (14.5). `ValueError` if the numbers of keys differ."
     return (signed_weights(a, lam_bar) * at_least_float32(a)).sum(-1, keepdim=True)
 
 # %% ../nbs/14_sandwich.ipynb #59971a01
 def posterior_variance(
-    variance: Float[Tensor, "*batch t k"],  # V of `sandwich_variance`, [h²]
-    claimed: Float[Tensor, "*batch t 1"],  # V₀ of `claimed_variance`, [h²]
+    variance: Float[Tensor, "*batch t k"],  # V of `sandwich_variance`, [v²]
+    claimed: Float[Tensor, "*batch t 1"],  # V₀ of `claimed_variance`, [v²]
     kappa: Float[Tensor, "*batch t 1"],  # κ of `signed_kappa`
     nu0: float = 1.0,  # ν₀ > 0, what the prior is worth in observations
-) -> Float[Tensor, "*batch t k"]:  # 1/λ_obs, [h²]
+) -> Float[Tensor, "*batch t k"]:  # 1/λ_obs, [v²]
     "Sandwich and prior together (14.5). `ValueError` unless ν₀ > 0."
-    if not nu0 > 0:
-        raise ValueError(f"nu0 must be positive, got {nu0}")
+    check_positive("nu0", nu0)
     return (nu0 * kappa * claimed + variance) / (nu0 * kappa + 1 - kappa)

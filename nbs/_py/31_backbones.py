@@ -30,12 +30,14 @@ warnings.filterwarnings("ignore", message="IProgress not found")
 
 # %%
 #| exports
+import inspect
+
 import torch
 from huggingface_hub import PyTorchModelHubMixin
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from bft_nb.core import Belief
+from bft_nb.core import Belief, check_count, check_flag, check_option, check_positive
 from bft_nb.encoder import BFTEncoder, BFTEncoderLayer, ConstantPrecision, ItemPrecision, MLPPrecision
 from bft_nb.layer import Step
 
@@ -166,16 +168,29 @@ def initial_precision(
 
 # %%
 #| exports
-def check_sizes(n_items: int, max_length: int, d: int, n_layers: int, n_heads: int, dropout: float) -> None:
-    "Raise `ValueError` for a model that can't be built, naming the argument."
-    sizes = {"n_items": n_items, "max_length": max_length, "d": d, "n_layers": n_layers, "n_heads": n_heads}
+def check_sizes(n_items: int, max_length: int, d: int, n_layers: int, n_heads: int, d_ff: int | None, dropout: float) -> None:
+    "Raise `ValueError` or `TypeError` for a model that can't be built, naming the argument."
+    sizes = {"n_items": n_items, "max_length": max_length, "d": d, "n_layers": n_layers, "n_heads": n_heads, "d_ff": d if d_ff is None else d_ff}
     for name, value in sizes.items():
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
+        check_count(name, value)
     if d % n_heads:
         raise ValueError(f"d must be divisible by n_heads, got d={d} and n_heads={n_heads}")
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout must be in [0, 1), got {dropout}")
+
+
+# %%
+#| exports
+def check_filter_options(
+    options: dict[str, object],  # of the filtering layers
+    bft: bool,  # are there any?
+) -> None:
+    "Raise `TypeError` for options a plain model can't have, or that `BFTEncoderLayer` does not know."
+    if options and not bft:
+        raise TypeError(f"{', '.join(options)}: options of the filtering layers need bft=True")
+    allowed = [p.name for p in inspect.signature(BFTEncoderLayer).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    if unknown := [name for name in options if name not in allowed]:
+        raise TypeError(f"unknown option {unknown[0]!r} (allowed: {', '.join(allowed)})")
 
 
 # %%
@@ -198,15 +213,17 @@ class SASRec(nn.Module, PyTorchModelHubMixin):
         **options,  # further arguments of `BFTEncoderLayer`; with `bft` only
     ):
         super().__init__()
-        check_sizes(n_items, max_length, d, n_layers, n_heads, dropout)
-        if options and not bft:
-            raise TypeError(f"{', '.join(options)}: options of the filtering layers need bft=True")
+        check_sizes(n_items, max_length, d, n_layers, n_heads, d_ff, dropout)
+        check_flag("bft", bft)
+        check_option("precision", precision, ("item", "mlp", "constant"))
+        check_positive("precision_init", precision_init)
+        check_filter_options(options, bft)
         self.n_items, self.max_length, self.bft = n_items, max_length, bft
         self.item_embedding = nn.Embedding(n_items + 1, d, padding_idx=0)
         self.position_embedding = nn.Embedding(max_length, d)
         self.dropout = nn.Dropout(dropout)
         build = filter_encoder if bft else plain_encoder
-        self.encoder = build(d, n_layers, n_heads, d_ff or d, dropout, **options)
+        self.encoder = build(d, n_layers, n_heads, d if d_ff is None else d_ff, dropout, **options)
         self.precision = initial_precision(precision, n_items, d, precision_init) if bft else None
         self.reset_embeddings()
 
@@ -221,17 +238,21 @@ class SASRec(nn.Module, PyTorchModelHubMixin):
         "The output embedding $m$, row 0 is padding."
         return self.item_embedding.weight
 
+    def check_ids(self, items: Int[Tensor, "..."]) -> None:
+        "Raise `TypeError` or `ValueError` for ids this model does not know."
+        if not isinstance(items, Tensor) or items.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"items must be a tensor of int64 or int32, got {items.dtype if isinstance(items, Tensor) else type(items).__name__}")
+        wrong = (items < 0) | (items > self.n_items)
+        if bool(wrong.any()):
+            raise ValueError(f"items must be ids 0 (padding) or 1..{self.n_items}, got {int(items[wrong][0])}")
+
     def check_items(self, items: Int[Tensor, "b t"]) -> None:
         "Raise `TypeError` or `ValueError` for ids or lengths this model does not know."
-        if items.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"items must be int64 or int32, got {items.dtype}")
+        self.check_ids(items)
         if items.ndim != 2:
             raise ValueError(f"items must have shape (batch, time), got {tuple(items.shape)}")
         if items.shape[1] > self.max_length:
             raise ValueError(f"a history of {items.shape[1]} items is longer than max_length={self.max_length}: keep the most recent ones")
-        wrong = (items < 0) | (items > self.n_items)
-        if bool(wrong.any()):
-            raise ValueError(f"items must be ids 0 (padding) or 1..{self.n_items}, got {int(items[wrong][0])}")
 
     def embed(self, items: Int[Tensor, "b t"]) -> Tensor | Belief:
         "Input $x$ of the encoder (31.2), after dropout; with its initial precision if the encoder filters."
@@ -274,7 +295,9 @@ class SASRec(nn.Module, PyTorchModelHubMixin):
         return hidden.gather(1, back).masked_fill(pad, 0)
 
     def last(self, items: Int[Tensor, "b t"]) -> Float[Tensor, "b d"]:
-        "State after the most recent item; zero for an empty history."
+        "State after the most recent item; zero for an empty history. `ValueError` unless there is a position to look at."
+        if items.ndim != 2 or not items.shape[1]:
+            raise ValueError(f"items must have shape (batch, time) with one position at least, got {tuple(items.shape)}")
         position = torch.arange(items.shape[1], device=items.device)
         index = torch.where(items != 0, position, 0).amax(1)
         return self(items)[torch.arange(len(items), device=items.device), index]
@@ -284,8 +307,11 @@ class SASRec(nn.Module, PyTorchModelHubMixin):
         hidden: Float[Tensor, "... d"],  # states, from `forward` or `last`
         items: Int[Tensor, "... v"] | None = None,  # only these items; None: the whole catalogue
     ) -> Float[Tensor, "... v"]:  # $r$ (31.2); without `items`, column i is item i and column 0 is −inf
-        "Scores of items, equation (31.2)."
+        "Scores of items, equation (31.2). `ValueError` for ids or a width the model does not have."
+        if hidden.shape[-1] != self.item_embedding.embedding_dim:
+            raise ValueError(f"hidden must have {self.item_embedding.embedding_dim} features, got shape {tuple(hidden.shape)}")
         if items is not None:
+            self.check_ids(items)
             return (self.item_weights()[items] @ hidden.unsqueeze(-1)).squeeze(-1)
         scores = hidden @ self.item_weights().T
         scores[..., 0] = -torch.inf
