@@ -103,7 +103,7 @@ def _typed(value: Any, default: Any) -> Any:
 
 def _checked(given: Mapping[str, Any], allowed: Mapping[str, Any]) -> dict[str, Any]:
     "Parameters of the notebook, with its types; `ValueError` or `TypeError` naming the one that is not."
-    made = {name: _typed(value, allowed.get(name)) for name, value in given.items()}
+    made = {str(name): _typed(value, allowed.get(name)) for name, value in given.items()}
     runner.check_parameters(made, allowed)
     for name, value in made.items():
         try:
@@ -119,12 +119,12 @@ def _mappings(spec: Mapping[str, Any], key: str, alone: bool = False) -> list[di
     found = [value] if alone and isinstance(value, dict) else [] if value is None else value
     if not isinstance(found, list) or not all(isinstance(m, dict) for m in found):
         raise TypeError(f"{key} must be a {'mapping, or a ' if alone else ''}list of mappings from parameter to {'values' if alone else 'value'}, got {value!r}")
-    return found
+    return [{str(name): value for name, value in m.items()} for m in found]  # a key may be a number in YAML
 
 
 def _product(lists: Mapping[str, Any], fixed: Mapping[str, Any], allowed: Mapping[str, Any]) -> list[dict[str, Any]]:
     "All cells of one grid, the last parameter fastest."
-    runner.check_parameters(dict.fromkeys(lists), allowed)
+    runner.check_parameters({name: allowed.get(name) for name in lists}, allowed)  # names alone; the values as they are combined
     for name, values in lists.items():
         if not isinstance(values, list):
             raise TypeError(f"{name!r} must be a list of values, got {values!r}; one value for all cells belongs under parameters")
