@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from bft_nb import __version__, runner
+from bft_nb import __version__, recommend_command, runner
 from bft_nb import sweep as sweeps
 
 __all__ = ["COMMANDS", "Command", "main"]
@@ -93,6 +93,7 @@ def _sweep(a: argparse.Namespace) -> int:
 COMMANDS: dict[str, Command] = {
     "run": Command("run one parameterised notebook", _run_arguments, _run),
     "sweep": Command("run a grid of parameters of one notebook", _sweep_arguments, _sweep),
+    "recommend": Command("recommend from a CSV or Parquet file of interactions", recommend_command.arguments, recommend_command.run),
 }
 
 

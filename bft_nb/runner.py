@@ -20,7 +20,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -155,12 +155,18 @@ def _fits(value: Any, default: Any) -> bool:
     return isinstance(value, type(default))
 
 
-def check_parameters(given: Mapping[str, Any], allowed: Mapping[str, Any]) -> None:
-    "`ValueError` for a name the notebook does not have (papermill only warns), `TypeError` for a value of another kind than its default."
-    for name, value in given.items():
+def check_names(names: Iterable[str], allowed: Mapping[str, Any]) -> None:
+    "`ValueError` for a name the notebook does not have (papermill only warns)."
+    for name in names:
         if name not in allowed:
-            names = ", ".join(allowed) or "this notebook has none"
-            raise ValueError(f"unknown parameter {name!r}{closest(name, list(allowed))} (allowed: {names})")
+            known = ", ".join(allowed) or "this notebook has none"
+            raise ValueError(f"unknown parameter {name!r}{closest(name, list(allowed))} (allowed: {known})")
+
+
+def check_parameters(given: Mapping[str, Any], allowed: Mapping[str, Any]) -> None:
+    "`ValueError` for a name the notebook does not have, `TypeError` for a value of another kind than its default."
+    check_names(given, allowed)
+    for name, value in given.items():
         if not _fits(value, allowed[name]):
             kind = type(allowed[name]).__name__
             raise TypeError(f"parameter {name!r} must be of type {kind} like its default {allowed[name]!r}, got {value!r} ({type(value).__name__})")

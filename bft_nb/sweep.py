@@ -124,7 +124,7 @@ def _mappings(spec: Mapping[str, Any], key: str, alone: bool = False) -> list[di
 
 def _product(lists: Mapping[str, Any], fixed: Mapping[str, Any], allowed: Mapping[str, Any]) -> list[dict[str, Any]]:
     "All cells of one grid, the last parameter fastest."
-    runner.check_parameters({name: allowed.get(name) for name in lists}, allowed)  # names alone; the values as they are combined
+    runner.check_names(lists, allowed)
     for name, values in lists.items():
         if not isinstance(values, list):
             raise TypeError(f"{name!r} must be a list of values, got {values!r}; one value for all cells belongs under parameters")

@@ -111,8 +111,8 @@ def test_missing_file_and_missing_notebook(tmp_path, capsys):
 
 def test_the_example_grid_fits_its_notebook(tmp_path):
     planned = sweep.plans(ROOT / "nbs" / "experiments" / "grids" / "recommendation.yaml", tmp_path)
-    assert len(planned) == 8 and {p.parameters["lr"] for p in planned} == {3e-3}
-    assert len({p.output for p in planned}) == 8
+    assert len(planned) == 12 and {p.parameters["lr"] for p in planned} == {3e-3}
+    assert len({p.output for p in planned}) == 12
 
 
 # ---- the loop, without processes -----------------------------------------------------------------------------------
