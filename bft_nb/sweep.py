@@ -103,7 +103,7 @@ def _typed(value: Any, default: Any) -> Any:
 
 def _checked(given: Mapping[str, Any], allowed: Mapping[str, Any]) -> dict[str, Any]:
     "Parameters of the notebook, with its types; `ValueError` or `TypeError` naming the one that is not."
-    made = {name: _typed(value, allowed.get(name)) for name, value in given.items()}
+    made = {str(name): _typed(value, allowed.get(name)) for name, value in given.items()}
     runner.check_parameters(made, allowed)
     for name, value in made.items():
         try:
@@ -119,7 +119,7 @@ def _mappings(spec: Mapping[str, Any], key: str, alone: bool = False) -> list[di
     found = [value] if alone and isinstance(value, dict) else [] if value is None else value
     if not isinstance(found, list) or not all(isinstance(m, dict) for m in found):
         raise TypeError(f"{key} must be a {'mapping, or a ' if alone else ''}list of mappings from parameter to {'values' if alone else 'value'}, got {value!r}")
-    return found
+    return [{str(name): value for name, value in m.items()} for m in found]  # a key may be a number in YAML
 
 
 def _product(lists: Mapping[str, Any], fixed: Mapping[str, Any], allowed: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -237,13 +237,13 @@ class OnRay:
 
     def _init(self, address: str) -> None:
         "Join a cluster, or start one of this machine alone."
-        where = {} if address == "local" else {"address": address}
+        where: dict[str, Any] = {"include_dashboard": False} if address == "local" else {"address": address}
         library = {"env_vars": {"PYTHONPATH": runner.environment()["PYTHONPATH"]}}
         try:
             self.ray.init(**where, log_to_driver=False, logging_level="ERROR", runtime_env=library)
         except Exception as e:  # Ray raises a bare one where it could not start
             why = f"{e}".partition("\n")[0]
-            if not where:
+            if address == "local":
                 raise runner.RunFailed(f"Ray did not start on this machine: {why}") from None
             raise ValueError(f"no Ray cluster at {address!r} ({why}): `ray start --head` starts one, --ray local one for this sweep") from None
 

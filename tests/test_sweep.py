@@ -63,6 +63,8 @@ def test_several_grids_are_put_together_and_no_cell_twice():
         ("grid: {limit: [2026-01-01]}", TypeError, "parameter 'limit' must be text, a number"),
         ("grid: {}", ValueError, "grid: names no parameter"),
         ("parameters: {seed: 0}", ValueError, "the grid is empty"),
+        ("grid: {7: [0]}", ValueError, "grid: unknown parameter '7' (allowed: "),
+        ("grid: {seed: [null]}", TypeError, "grid: parameter 'seed' must be of type int"),
         ("grid: 3", TypeError, "grid must be a mapping, or a list of mappings"),
         ("parameters: 3\ngrid: {seed: [0]}", TypeError, "parameters: must be a mapping"),
         ("parameters: {seed: 0}\ngrid: {seed: [0]}", ValueError, "'seed' stands under parameters as well"),
