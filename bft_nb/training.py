@@ -100,14 +100,17 @@ def pad_rows(
 
 
 class TrainingSequences(Dataset):
-    "Sequences of at least two items, fetched by batches: items without the last, labels without the first."
+    """Sequences of at least two items, fetched by batches; the model says what its inputs and labels are (`training_batch`).
 
-    def __init__(self, sequences: Any, max_length: int):
+    What is random about a batch depends on the seed, the epoch and its first sequence alone: not on what was drawn before.
+    """
+
+    def __init__(self, sequences: Any, model: nn.Module):
         self.offsets, self.items = np.asarray(sequences.offsets), np.asarray(sequences.items)
-        self.max_length = max_length
+        self.model, self.max_length, self.order = model, model.max_length, None
         lengths = np.diff(self.offsets)
         self.rows = np.flatnonzero(lengths > 1)
-        self.lengths = np.minimum(lengths[self.rows] - 1, max_length)
+        self.lengths = np.minimum(lengths[self.rows] - 1, self.max_length)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -116,9 +119,23 @@ class TrainingSequences(Dataset):
         return {name: value[0] for name, value in self.__getitems__([i]).items()}
 
     def __getitems__(self, batch: list[int]) -> dict[str, Tensor]:
-        full = torch.from_numpy(pad_rows(self.offsets, self.items, self.rows[np.asarray(batch)], self.max_length + 1))
-        labels = full[:, 1:]
-        return {"items": full[:, :-1].where(labels != 0, 0), "labels": labels.where(labels != 0, IGNORE)}
+        sequences = torch.from_numpy(pad_rows(self.offsets, self.items, self.rows[np.asarray(batch)], self.max_length + 1))
+        items, labels = self.model.training_batch(sequences, self.generator(batch[0]))
+        return {"items": items, "labels": labels.where(labels != 0, IGNORE)}
+
+    def batches(self, batch_size: int, seed: int) -> "LengthBatches":
+        "The order in which to fetch, by seed and epoch."
+        self.order = LengthBatches(self.lengths, batch_size, seed)
+        return self.order
+
+    def generator(self, first: int) -> torch.Generator:
+        "Random numbers of the batch that begins with sequence `first`."
+        seed, epoch = (self.order.seed, self.order.epoch) if self.order else (0, 0)
+        return torch.Generator().manual_seed(int(np.random.SeedSequence([seed, epoch, first]).generate_state(1)[0]))
+
+    def n_targets(self) -> float:
+        "Expected number of targets of one epoch."
+        return self.model.n_targets(self.lengths + 1)
 
 
 class LengthBatches:
@@ -353,10 +370,10 @@ def _trainer(model, split, folder: Path, place: torch.device, settings: dict[str
 
     from bft_nb._trainer import OneDevice, Progress, RankingTrainer
 
-    data = TrainingSequences(split.train, model.max_length)
-    batches = LengthBatches(data.lengths, settings["batch_size"], settings["seed"])
+    data = TrainingSequences(split.train, model)
+    batches = data.batches(settings["batch_size"], settings["seed"])
     groups = parameter_groups(model.to(place), settings["lr"], settings["precision_lr"], settings["weight_decay"])
-    loss = SequenceLoss(model, settings["negatives"], float(data.lengths.sum()) / len(batches))
+    loss = SequenceLoss(model, settings["negatives"], data.n_targets() / len(batches))
     callbacks = [EarlyStoppingCallback(settings["patience"])]
     if progress:
         callbacks.append(Progress(len(batches) * settings["epochs"]))

@@ -111,7 +111,7 @@ def test_padding_is_no_negative_and_no_class():
 @pytest.mark.parametrize("negatives", [None, 8])
 def test_loss_covers_all_positions_and_weighs_targets_alike(split, negatives):
     model = small(split).eval()
-    data = TrainingSequences(split.train, 10)
+    data = TrainingSequences(split.train, model)
     batch = data.__getitems__(list(range(6)))
     torch.manual_seed(0)
     whole = SequenceLoss(model, negatives, 1.0)(model(batch["items"]), batch["labels"])
@@ -126,7 +126,7 @@ def test_loss_covers_all_positions_and_weighs_targets_alike(split, negatives):
 
 def test_training_rows_shift_by_one_and_keep_the_most_recent():
     sequences = Sequences(np.array([0, 1, 4, 10]), np.array([9, 1, 2, 3, 11, 12, 13, 14, 15, 16], dtype=np.int32))
-    data = TrainingSequences(sequences, max_length=4)
+    data = TrainingSequences(sequences, SASRec(16, max_length=4, d=4))
     assert len(data) == 2 and data.lengths.tolist() == [2, 4]  # one item has nothing to predict
     batch = data.__getitems__([0, 1])
     assert batch["items"].tolist() == [[1, 2, 0, 0], [12, 13, 14, 15]]
