@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bft_nb.backbones import SASRec
+from bft_nb.backbones import BACKBONES, SASRec
 from bft_nb.interactions import Examples, Sequences, Split, from_lengths
 from bft_nb.ranking import ndcg, ranks
 from bft_nb.training import (
@@ -34,9 +34,9 @@ def chain_split(users=120, n_items=24, seed=0) -> Split:
     return Split("leave_one_out", "ring", n_items, who, train, Examples(who, train, valid_targets), Examples(who, test, test_targets), hash=f"ring{seed}")
 
 
-def small(split, seed=0, **kw):
+def small(split, seed=0, backbone="sasrec", **kw):
     torch.manual_seed(seed)
-    return SASRec(split.n_items, **dict(max_length=10, d=16, dropout=0.2) | kw)
+    return BACKBONES[backbone](split.n_items, **dict(max_length=10, d=16, dropout=0.2) | kw)
 
 
 QUICK = dict(device="cpu", batch_size=32, negatives=16, lr=5e-3, eval_batch_size=64)
@@ -246,24 +246,52 @@ class Kill(t.Progress):
         if state.global_step == {step}: os._exit(9)
 t.Progress = Kill
 split = chain_split()
-fit(small(split, bft={bft}), split, epochs=5, patience=9, precision_lr=1e-2, out_dir={out!r}, progress=True, **QUICK)
+fit(small(split, backbone={backbone!r}, bft={bft}), split, epochs=5, patience=9, precision_lr=1e-2, out_dir={out!r}, progress=True, **QUICK)
 """
 
 
-@pytest.mark.parametrize(("step", "bft"), [(2, False), (10, False), (12, True)])
-def test_a_killed_run_ends_where_an_uninterrupted_one_does(split, tmp_path, step, bft):
-    script = KILLED.format(tests=os.path.dirname(__file__), step=step, bft=bft, out=str(tmp_path / "killed"))
+@pytest.mark.parametrize(("backbone", "step", "bft"), [("sasrec", 2, False), ("sasrec", 10, False), ("sasrec", 12, True), ("bert4rec", 10, False), ("hstu", 10, True)])
+def test_a_killed_run_ends_where_an_uninterrupted_one_does(split, tmp_path, backbone, step, bft):
+    script = KILLED.format(tests=os.path.dirname(__file__), step=step, backbone=backbone, bft=bft, out=str(tmp_path / "killed"))
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 9, done.stderr[-2000:]
     run = dict(epochs=5, patience=9, precision_lr=1e-2) | QUICK
     # before anything was saved a second call starts afresh, from its own first weights; later they don't matter
-    whole, resumed, again = (small(split, seed, bft=bft) for seed in (0, 0 if step == 2 else 5, 7))
+    whole, resumed, again = (small(split, seed, backbone, bft=bft) for seed in (0, 0 if step == 2 else 5, 7))
     want = fit(whole, split, **run)
     got = fit(resumed, split, out_dir=tmp_path / "killed", **run)
     assert without_seconds(got.history) == without_seconds(want.history)
     assert_equal(weights(resumed), weights(whole))
     assert fit(again, split, out_dir=tmp_path / "killed", **run) == got  # a finished run is not trained again
     assert_equal(weights(again), weights(whole))
+
+
+def test_blanks_depend_on_seed_and_epoch_and_not_on_what_was_drawn_before(split):
+    def epoch(seed, number, reverse=False):
+        data = TrainingSequences(split.train, small(split, backbone="bert4rec"))
+        batches = data.batches(16, seed)
+        batches.set_epoch(number)
+        drawn = list(batches)
+        return {tuple(b): data.__getitems__(b)["items"] for b in (drawn[::-1] if reverse else drawn)}
+
+    first, again, later = epoch(0, 3), epoch(0, 3, reverse=True), epoch(0, 4)
+    assert all(torch.equal(first[b], again[b]) for b in first)
+    hidden = lambda e: {r: int((row == 25).sum()) for b, items in e.items() for r, row in zip(b, items, strict=True)}
+    assert hidden(first) != hidden(later) != hidden(epoch(1, 4))
+    assert min(hidden(first).values()) >= 1
+
+
+def test_loss_of_blanks_is_a_mean(split):
+    result = fit(small(split, backbone="bert4rec"), split, epochs=1, **QUICK | dict(negatives=None, lr=1e-6))
+    assert result.history[0]["loss"] == pytest.approx(math.log(24), rel=0.05)
+
+
+@pytest.mark.parametrize("bft", [False, True])
+@pytest.mark.parametrize(("backbone", "epochs", "enough"), [("bert4rec", 12, 0.4), ("hstu", 6, 0.5)])
+def test_the_other_backbones_learn_the_ring(split, backbone, bft, epochs, enough):
+    result = fit(small(split, backbone=backbone, bft=bft), split, epochs=epochs, patience=epochs, **QUICK)
+    assert max(row["ndcg@10"] for row in result.history) > enough
+    assert result.history[-1]["loss"] < result.history[0]["loss"]
 
 
 def test_a_half_written_checkpoint_is_dropped(split, tmp_path):

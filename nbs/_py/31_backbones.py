@@ -258,8 +258,8 @@ class Backbone(nn.Module, PyTorchModelHubMixin):
         "Initial precision τ by item, entry 0 is padding; `TypeError` for a plain model."
         if self.precision is None:
             raise TypeError(f"a plain {type(self).__name__} tracks no precision: make it with bft=True")
-        items = torch.arange(self.n_items + 1, device=self.item_embedding.weight.device)
-        return self.precision(items, self.embed_items(items))[:, 0]
+        items = torch.arange(self.n_items + 1, device=self.item_embedding.weight.device)[None]
+        return self.precision(items, self.embed_items(items))[0, :, 0]
 
     def check_items(self, items: Int[Tensor, "b t"]) -> None:
         "Raise `TypeError` or `ValueError` for ids or lengths this model does not know."
