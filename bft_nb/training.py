@@ -99,6 +99,15 @@ def pad_rows(
     return np.where(step < length[:, None], items[index] if len(items) else 0, 0).astype(np.int64)
 
 
+def times_of(sequences: Any, model: nn.Module) -> Int[np.ndarray, " n"] | None:
+    "Times of the items if the model has use for them; `ValueError` if there are none."
+    if not getattr(model, "time_buckets", 0):
+        return None
+    if getattr(sequences, "times", None) is None:
+        raise ValueError("the model has time_buckets, and the data have no times")
+    return np.asarray(sequences.times)
+
+
 class TrainingSequences(Dataset):
     """Sequences of at least two items, fetched by batches; the model says what its inputs and labels are (`training_batch`).
 
@@ -107,6 +116,7 @@ class TrainingSequences(Dataset):
 
     def __init__(self, sequences: Any, model: nn.Module):
         self.offsets, self.items = np.asarray(sequences.offsets), np.asarray(sequences.items)
+        self.times = times_of(sequences, model)
         self.model, self.max_length, self.order = model, model.max_length, None
         lengths = np.diff(self.offsets)
         self.rows = np.flatnonzero(lengths > 1)
@@ -119,9 +129,12 @@ class TrainingSequences(Dataset):
         return {name: value[0] for name, value in self.__getitems__([i]).items()}
 
     def __getitems__(self, batch: list[int]) -> dict[str, Tensor]:
-        sequences = torch.from_numpy(pad_rows(self.offsets, self.items, self.rows[np.asarray(batch)], self.max_length + 1))
-        items, labels = self.model.training_batch(sequences, self.generator(batch[0]))
-        return {"items": items, "labels": labels.where(labels != 0, IGNORE)}
+        rows, width = self.rows[np.asarray(batch)], self.max_length + 1
+        items, labels = self.model.training_batch(torch.from_numpy(pad_rows(self.offsets, self.items, rows, width)), self.generator(batch[0]))
+        found = {"items": items, "labels": labels.where(labels != 0, IGNORE)}
+        if self.times is not None:
+            found["times"] = torch.from_numpy(pad_rows(self.offsets, self.times, rows, width))[:, : items.shape[1]]
+        return found
 
     def batches(self, batch_size: int, seed: int) -> "LengthBatches":
         "The order in which to fetch, by seed and epoch."
@@ -208,13 +221,16 @@ def evaluate(
     place = next(model.parameters()).device
     targets = torch.as_tensor(np.asarray(examples.targets)).long()
     order = np.argsort(np.diff(np.asarray(examples.histories.offsets)), kind="stable")
-    found = torch.empty(len(targets), dtype=torch.int64)
+    found, times = torch.empty(len(targets), dtype=torch.int64), times_of(examples.histories, model)
     training = model.training
     model.eval()
     for start in range(0, len(order), batch_size):
         rows = order[start : start + batch_size]
         seen = history_rows(examples.histories, rows)
-        scores = model.scores(model.last(seen_to_input(seen, model.max_length).to(place))).float()
+        read = [seen_to_input(seen, model.max_length).to(place)]
+        if times is not None:
+            read.append(torch.from_numpy(pad_rows(np.asarray(examples.histories.offsets), times, rows, model.max_length)).to(place))
+        scores = model.scores(model.last(*read)).float()
         found[rows] = ranks(scores, targets[rows].to(place), seen.to(place) if filter_seen else None).cpu()
     model.train(training)
     return found

@@ -36,7 +36,8 @@ def chain_split(users=120, n_items=24, seed=0) -> Split:
 
 def small(split, seed=0, backbone="sasrec", **kw):
     torch.manual_seed(seed)
-    return BACKBONES[backbone](split.n_items, **dict(max_length=10, d=16, dropout=0.2) | kw)
+    few = {"mask_probability": 0.3} if backbone == "bert4rec" else {}
+    return BACKBONES[backbone](split.n_items, **dict(max_length=10, d=16, dropout=0.2) | few | kw)
 
 
 QUICK = dict(device="cpu", batch_size=32, negatives=16, lr=5e-3, eval_batch_size=64)
@@ -292,6 +293,19 @@ def test_the_other_backbones_learn_the_ring(split, backbone, bft, epochs, enough
     result = fit(small(split, backbone=backbone, bft=bft), split, epochs=epochs, patience=epochs, **QUICK)
     assert max(row["ndcg@10"] for row in result.history) > enough
     assert result.history[-1]["loss"] < result.history[0]["loss"]
+
+
+def test_times_reach_the_model_in_training_and_evaluation():
+    sequences = Sequences(np.array([0, 3, 9]), np.array([1, 2, 3, 11, 12, 13, 14, 15, 16], dtype=np.int32), np.arange(9) * 86_400)
+    model = small(SimpleNamespace(n_items=24), backbone="hstu", max_length=4, time_buckets=64).eval()
+    batch = TrainingSequences(sequences, model).__getitems__([0, 1])
+    assert (batch["times"] // 86_400).tolist() == [[0, 1, 2, 0], [4, 5, 6, 7]] and batch["items"].tolist() == [[1, 2, 0, 0], [12, 13, 14, 15]]
+    examples = Examples(np.arange(2, dtype=np.int32), sequences, np.array([5, 6], dtype=np.int32))
+    with torch.no_grad():
+        scores = model.scores(model.last(torch.tensor([[13, 14, 15, 16]]), torch.tensor([[5, 6, 7, 8]]) * 86_400))
+    close(evaluate(model, examples)[1:], ranks(scores, torch.tensor([6]), torch.tensor([[11, 12, 13, 14, 15, 16]])))
+    with pytest.raises(ValueError, match="no times"):
+        evaluate(model, Examples(examples.users, from_lengths(np.array([3, 6]), sequences.items), examples.targets))
 
 
 def test_a_half_written_checkpoint_is_dropped(split, tmp_path):

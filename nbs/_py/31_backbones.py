@@ -16,8 +16,8 @@
 
 # %% [markdown]
 # **So far** we have interactions, split into a past to learn from and a future to predict. **Now** we need a model that reads a past.
-# **Why** this one: SASRec [@kang2018sasrec] is the transformer reduced to what recommendation needs, and it is the reference that every published comparison starts from.
-# The ordinary model and the filtering one differ in the class of their layers and in nothing else, so that a difference in their results has one cause.
+# **Why** three: SASRec [@kang2018sasrec] is the transformer reduced to what recommendation needs, and the reference that every published comparison starts from. BERT4Rec [@sun2019bert4rec] changes what a position may see, HSTU [@zhai2024] what it does with what it sees. The paper claims its filter for all of them.
+# Each comes plain and filtering, and the two differ in the class of their layers and in nothing else, so that a difference in their results has one cause.
 
 # %%
 #| hide
@@ -496,7 +496,7 @@ steps[0].gain.mean(-1).detach()
 # $$\mathcal L = -\sum_{t \in \mathcal M} \log p\big(i_t \mid i_{\setminus \mathcal M}\big), \qquad t \in \mathcal M \text{ with probability } \rho \tag{31.3}$$
 #
 # To predict the future, append a mask to the history: the blank to be filled is the next item.
-# Training rarely leaves exactly the last place blank, and prediction always does, so with a small probability a sequence hides its last item and nothing else, as the authors' program does for one in eleven. All other chosen items are replaced by the mask (BERT leaves some of them or swaps them; not done here **[D]**). A sequence in which nothing was chosen hides its last item.
+# Training rarely leaves the last place blank and nothing else, and prediction always does, so with a small probability a sequence hides its last item alone, as the authors' program does for one in eleven. Every chosen item is replaced by the mask, as in the authors' runs (language models leave or swap some). A sequence in which nothing was chosen hides its last item.
 
 # %%
 #| exports
@@ -545,7 +545,7 @@ class BERT4Rec(Backbone):
         n_heads: int = 2,
         d_ff: int | None = None,  # width of the feed-forward network; None: as wide as `d`
         dropout: float = 0.3,  # on the embedding and inside the layers
-        mask_probability: float = 0.3,  # ρ, share of the items hidden in training
+        mask_probability: float = 0.6,  # ρ, share of the items hidden in training; the authors take .6 on Beauty, .2 on MovieLens-1M
         last_probability: float = 0.1,  # of hiding the last item alone
         norm_first: bool = True,  # pre-norm with a final norm; False: post-norm, as the original
         bft: bool = False,  # filtering layers in place of torch's
@@ -596,11 +596,25 @@ bert = BERT4Rec(n_items=6, max_length=5, d=8).eval()
 bert.append_mask(histories)
 
 # %% [markdown]
-# Here the future does change the past, and that is the point. Replacing Ida's last item moves the state of her first:
+# Here the future does change the past, and that is the point. The experiment of the causal figure again:
 
 # %%
-both = bert(torch.tensor([[2, 5, 1], [2, 5, 6]]))
-(both[1, 0] - both[0, 0]).norm() > 0
+torch.manual_seed(1)
+bert_twelve = BERT4Rec(n_items=40, max_length=12, d=16).eval()
+moved_both = (bert_twelve(changed) - bert_twelve(history)).norm(dim=-1).detach()
+
+# %%
+#| label: fig-both-sides
+#| fig-cap: "With BERT4Rec, replacing the item at one position (row) moves the states at all positions (columns), its own most."
+#| code-fold: true
+fig, ax = plt.subplots()
+image = ax.imshow(moved_both, cmap="viridis")
+ax.set(xlabel="position of the state", ylabel="position of the replaced item", xticks=range(0, 12, 2), yticks=range(0, 12, 2))
+fig.colorbar(image, label="change of the state [h]")
+plt.show()
+
+# %%
+assert float(moved_both.min()) > 0
 
 # %% [markdown]
 # The filtering form is again a change of layers. The mask has a precision of its own, the last entry of $\log\tau$: a blank has much to learn from its neighbours and little to tell them, and training may say so by lowering it.
@@ -618,7 +632,7 @@ bert_filter.precision.tau
 #
 # $$a_{tj} = \frac1N \operatorname{SiLU}\big(q_t\cdot k_j + b_{t-j} + b_{\text{time}(t,j)}\big), \qquad j \le t \tag{31.4}$$
 #
-# $b_{t-j}$ is one learned number per distance, and there is an optional one per interval of time. $N$ is a constant, here the longest history **[D]** (the authors' program takes the padded length of the batch, which would let the company in a batch matter).
+# $b_{t-j}$ is one learned number per distance, and there is an optional one per interval of time. $N$ is a constant, the longest history, as in the authors' program: the padded length of a batch would let the company in the batch matter. The inner product is not divided by $\sqrt k$.
 
 # %%
 #| exports
@@ -951,21 +965,35 @@ BACKBONES: dict[str, type[Backbone]] = {"sasrec": SASRec, "bert4rec": BERT4Rec, 
 
 # %%
 test_fail(lambda: model(torch.ones(1, 6, dtype=torch.long)), contains="longer than max_length=5")
+test_fail(lambda: bert.last(torch.ones(1, 6, dtype=torch.long)), contains="longer than max_length=5")
 test_fail(lambda: model(torch.ones(1, 3)), contains="float32")
 test_fail(lambda: SASRec(n_items=6, d=64, n_heads=3), contains="d=64 and n_heads=3")
 test_fail(lambda: SASRec(n_items=6, nu0=2.0), contains="nu0")
 test_fail(lambda: SASRec(n_items=6, bft=True, precision="user"), contains="'user'")
+test_fail(lambda: BERT4Rec(n_items=6, mask_probability=1.5), contains="mask_probability must be in [0, 1], got 1.5")
+test_fail(lambda: HSTU(n_items=6, time_buckets=128)(histories), contains="needs the times")
+
+# %% [markdown]
+# A history of one item has one neighbour, itself: the sandwich has no residual to look at, and the prior carries the observation.
+
+# %%
+one = HSTU(n_items=6, max_length=5, d=8, bft=True).eval().filter(torch.tensor([[4]]))[1][0]
+one.n_eff[0, :, 0].detach(), bool(torch.isfinite(one.observation.precision).all())
 
 # %% [markdown]
 # ## Assumptions, and where they break
 #
-# Time enters only as order: a pause of a minute and one of a year look alike. The positions are learned, so a model trained on short histories has never seen the later ones. Both are what the reference does; HSTU, later, changes the first.
+# - Time enters SASRec and BERT4Rec only as order: a pause of a minute and one of a year look alike. HSTU can take the times, where there are any.
+# - The positions are learned, so a model trained on short histories has never seen the later ones.
+# - BERT4Rec is trained on blanks anywhere and asked at the end. A state of one of its *items* is not a prediction of the next one; only the mask's is.
+# - HSTU keeps the relevances of all pairs in memory, $B H T^2$ numbers, and its filtering form some more: at $T = 200$ and 128 histories of two heads, 41 MB for each such table. A blocked form, as chapter 20 has for softmax, is possible and not done.
+# - The variance behind HSTU's norm is the delta method's, and treats features as independent. Where the sum is small beside the norm's $\varepsilon$, as in an untrained layer, the norm is nearly linear and the approximation is good.
 #
 # ## Summary
 #
-# - SASRec turns a history into one state per position; the score of an item is the inner product with its embedding.
+# - A backbone turns a history into one state per position; the score of an item is the inner product with its embedding. It says itself what a batch teaches: the next item, or the hidden ones.
 # - Padding of any amount on either side, and the rest of the batch, change nothing but rounding.
-# - The encoder is torch's own; the filtering form changes the class of the layers only.
+# - The filtering form changes the class of the layers only: kriging and REML for the softmax of SASRec and BERT4Rec, the sandwich for HSTU's signed sums.
 #
 # ## Exercises
 #
@@ -979,6 +1007,31 @@ test_fail(lambda: SASRec(n_items=6, bft=True, precision="user"), contains="'user
 bag = SASRec(n_items=6, max_length=3, d=8, n_layers=1).eval()
 bag.position_embedding.weight.data.zero_()
 torch.testing.assert_close(bag.last(torch.tensor([[2, 5, 1]])), bag.last(torch.tensor([[5, 2, 1]])))
+
+# %% [markdown]
+# </details>
+#
+# **2.** A neighbour is heard ten times instead of once. What happens to the output of a softmax over ten equal keys, and to HSTU's sum before its norm?
+#
+# <details><summary>Answer</summary>
+#
+# The softmax gives each a tenth of the weight, and the mean stays. The sum is ten times as large. Behind the norm it matters only in company: ten copies of one value drown a second value that is heard once, in proportion ten to one, where the softmax with logits of one kind would say the same.
+
+# %%
+ten, value = torch.ones(1, 10), torch.full((10, 1), 3.0)
+(ten.softmax(-1) @ value).item(), (nn.functional.silu(ten) / 50 @ value).item(), (nn.functional.silu(ten[:, :1]) / 50 @ value[:1]).item()
+
+# %% [markdown]
+# </details>
+#
+# **3.** How many blanks does BERT4Rec fill per epoch in a history of $n = 8$ items, on average, and how many next items does SASRec predict?
+#
+# <details><summary>Answer</summary>
+#
+# With $\rho = 0.6$ and one sequence in ten that hides the last item alone, $0.1 + 0.9\,(8\rho + (1-\rho)^8)$; SASRec predicts 7.
+
+# %%
+bert.n_targets(np.array([8])), model.n_targets(np.array([8]))
 
 # %% [markdown]
 # </details>
