@@ -45,10 +45,19 @@ class Moments(NamedTuple):
     e: Float[Tensor, "b h t k"]  # kriging mean, [v]
     scatter: Float[Tensor, "b h t r"]  # S, [v²]; r = k (diagonal) or 1 (isotropic)
     s2_0: Float[Tensor, "b h t"]  # variance the tracked precision claims, [v²]
-    kappa: Float[Tensor, "b h t"]  # 1/n_eff, in (0, 1]
+    kappa: Float[Tensor, "b h t"]  # κ = 1/n_eff, in (0, 1], [1]
 
 # %% ../nbs/20_attention.ipynb #bb0e4fa2
-def moments_explicit(q, k, v, lam_bar, mask, bias, is_causal: bool, diagonal: bool) -> Moments:
+def moments_explicit(
+    q: Float[Tensor, "b h t k"],  # queries, already scaled
+    k: Float[Tensor, "b h j k"],  # keys
+    v: Float[Tensor, "b h j kv"],  # values, [v]
+    lam_bar: Float[Tensor, "b #h j"],  # λ̄ > 0, [h⁻²]
+    mask: Bool[Tensor, "#b #h #t j"] | None,  # True where a query may look at a key
+    bias: Float[Tensor, "#b #h #t j"] | None,  # added to the logits
+    is_causal: bool,  # query t sees keys j ≤ t only
+    diagonal: bool,  # S per value dimension, or its mean
+) -> Moments:
     "Equation (20.1) with every weight in memory: the oracle, and the version to read."
     logits = q @ k.mT
     if bias is not None:
@@ -78,16 +87,39 @@ def _rows(q, k, mask, bias, is_causal: bool, lo: int, hi: int) -> Tensor:
     return torch.softmax(logits, -1)
 
 # %% ../nbs/20_attention.ipynb #6e9c4d49
+def _forward_blocks(q, k, values, mask, bias, is_causal: bool, block: int) -> tuple[Tensor, Tensor]:
+    "w V⁺ and κ = Σ w², one block of queries at a time."
+    out, kappa = q.new_empty(*q.shape[:-1], values.shape[-1]), q.new_empty(q.shape[:-1])
+    for lo in range(0, q.shape[-2], block):
+        w = _rows(q, k, mask, bias, is_causal, lo, hi := min(lo + block, q.shape[-2]))
+        out[..., lo:hi, :] = w @ values[..., : w.shape[-1], :]
+        kappa[..., lo:hi] = torch.linalg.vector_norm(w, dim=-1).square_()
+    return out, kappa
+
+# %% ../nbs/20_attention.ipynb #5a266f6e
+def _backward_blocks(g_out, g_kappa, saved: tuple, is_causal: bool, block: int) -> tuple[Tensor, Tensor, Tensor]:
+    "Gradients by q, k and V⁺, with the rows of w computed again."
+    q, k, values, mask, bias, out, kappa = saved
+    dq, dk, dvalues = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(values)
+    twice = 2 * g_kappa.unsqueeze(-1)
+    c = (g_out * out).sum(-1, keepdim=True) + twice * kappa.unsqueeze(-1)
+    for lo in range(0, q.shape[-2], block):
+        w = _rows(q, k, mask, bias, is_causal, lo, hi := min(lo + block, q.shape[-2]))
+        j = w.shape[-1]
+        dw = g_out[..., lo:hi, :] @ values[..., :j, :].mT
+        dlogits = dw.addcmul_(w, twice[..., lo:hi, :]).sub_(c[..., lo:hi, :]).mul_(w)  # (20.2)
+        dvalues[..., :j, :] += w.mT @ g_out[..., lo:hi, :]
+        dk[..., :j, :] += dlogits.mT @ q[..., lo:hi, :]
+        dq[..., lo:hi, :] = dlogits @ k[..., :j, :]
+    return dq, dk, dvalues
+
+# %% ../nbs/20_attention.ipynb #3598e4d2
 class _BlockedMoments(torch.autograd.Function):
     "w V⁺ and κ = Σ w² block by block, recomputed in the backward pass: memory linear in the length. First order only."
 
     @staticmethod
     def forward(ctx, q, k, values, mask, bias, is_causal: bool, block: int):
-        out, kappa = q.new_empty(*q.shape[:-1], values.shape[-1]), q.new_empty(q.shape[:-1])
-        for lo in range(0, q.shape[-2], block):
-            w = _rows(q, k, mask, bias, is_causal, lo, hi := min(lo + block, q.shape[-2]))
-            out[..., lo:hi, :] = w @ values[..., : w.shape[-1], :]
-            kappa[..., lo:hi] = torch.linalg.vector_norm(w, dim=-1).square_()
+        out, kappa = _forward_blocks(q, k, values, mask, bias, is_causal, block)
         ctx.save_for_backward(q, k, values, mask, bias, out, kappa)
         ctx.is_causal, ctx.block = is_causal, block
         return out, kappa
@@ -95,26 +127,25 @@ class _BlockedMoments(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, g_out, g_kappa):
-        q, k, values, mask, bias, out, kappa = ctx.saved_tensors
-        dq, dk, dvalues = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(values)
-        twice = 2 * g_kappa.unsqueeze(-1)
-        c = (g_out * out).sum(-1, keepdim=True) + twice * kappa.unsqueeze(-1)
-        with torch.autocast(q.device.type, enabled=False):
-            for lo in range(0, q.shape[-2], ctx.block):
-                w = _rows(q, k, mask, bias, ctx.is_causal, lo, hi := min(lo + ctx.block, q.shape[-2]))
-                j = w.shape[-1]
-                dw = g_out[..., lo:hi, :] @ values[..., :j, :].mT
-                dlogits = dw.addcmul_(w, twice[..., lo:hi, :]).sub_(c[..., lo:hi, :]).mul_(w)  # (20.2)
-                dvalues[..., :j, :] += w.mT @ g_out[..., lo:hi, :]
-                dk[..., :j, :] += dlogits.mT @ q[..., lo:hi, :]
-                dq[..., lo:hi, :] = dlogits @ k[..., :j, :]
-        return dq, dk, dvalues, None, None, None, None
+        with torch.autocast(g_out.device.type, enabled=False):
+            grads = _backward_blocks(g_out, g_kappa, ctx.saved_tensors, ctx.is_causal, ctx.block)
+        return *grads, None, None, None, None
 
 # %% ../nbs/20_attention.ipynb #fbc7d7ce
 BLOCK = 64  # queries per block: 64 × 2048 weights of one head are half a megabyte, and stay in cache
 
 # %% ../nbs/20_attention.ipynb #7799b861
-def moments_blocked(q, k, v, lam_bar, mask, bias, is_causal: bool, diagonal: bool, block: int = BLOCK) -> Moments:
+def moments_blocked(
+    q: Float[Tensor, "b h t k"],  # as in `moments_explicit`
+    k: Float[Tensor, "b h j k"],
+    v: Float[Tensor, "b h j kv"],
+    lam_bar: Float[Tensor, "b #h j"],
+    mask: Bool[Tensor, "#b #h #t j"] | None,
+    bias: Float[Tensor, "#b #h #t j"] | None,
+    is_causal: bool,
+    diagonal: bool,
+    block: int = BLOCK,  # queries at a time
+) -> Moments:
     "Equation (20.1) without a T × T table: equal to `moments_explicit` up to rounding."
     ones, reliability = torch.ones_like(q[..., :1]), lam_bar.unsqueeze(-1).expand(*k.shape[:-1], 1)
     second = v.square() if diagonal else v.square().mean(-1, keepdim=True)

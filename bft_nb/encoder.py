@@ -23,7 +23,7 @@ from .kalman import update
 from .layer import Step, normalise, project, reliability
 
 # %% ../nbs/22_encoder.ipynb #e97d2023
-PADDING_PRECISION = 1e-6  # the least precision of the book; padding is masked as well
+PADDING_PRECISION = 1e-6  # [h⁻²], the least of the range that the library promises; padding is masked as well
 
 # %% ../nbs/22_encoder.ipynb #dd817f5f
 class ItemPrecision(nn.Module):
@@ -50,7 +50,7 @@ class ItemPrecision(nn.Module):
 
     @property
     def tau(self) -> Float[Tensor, "v"]:
-        "τ of each item, without padding."
+        "τ of each item, without padding, [h⁻²]."
         return self.log_tau.weight[1:, 0].exp()
 
 # %% ../nbs/22_encoder.ipynb #e2a1fdf8
@@ -73,7 +73,7 @@ class MLPPrecision(nn.Module):
 
 # %% ../nbs/22_encoder.ipynb #6f8c7044
 class ConstantPrecision(nn.Module):
-    "One learned τ for all tokens."
+    "One learned τ for all tokens: `log_tau`, a single number."
 
     def __init__(
         self,
@@ -102,6 +102,7 @@ def _attention_mask(mask: Tensor | None, padding: Tensor | None, b: int, t: int,
         _check_mask("mask", mask, [(t, t), (b * heads, t, t)])
         masks.append(mask.reshape(-1, heads if mask.dim() == 3 else 1, t, t))
     if padding is not None:
+        padding = padding[None] if padding.dim() == 1 else padding
         _check_mask("src_key_padding_mask", padding, [(b, t)])
         masks.append(padding[:, None, None, :])
     if all(m.dtype == torch.bool for m in masks):
@@ -109,6 +110,83 @@ def _attention_mask(mask: Tensor | None, padding: Tensor | None, b: int, t: int,
     return sum(torch.zeros(m.shape, device=m.device).masked_fill(m, -torch.inf) if m.dtype == torch.bool else m for m in masks)
 
 # %% ../nbs/22_encoder.ipynb #bdc315bc
+def _heads(
+    attn: nn.MultiheadAttention,
+    x: Float[Tensor, "b t d"],  # input, normalised if the layer normalises first
+) -> tuple[Float[Tensor, "b h t k"], Float[Tensor, "b h t k"], Float[Tensor, "b h t k"]]:
+    "Queries, keys and values."
+    qkv = F.linear(x, attn.in_proj_weight, attn.in_proj_bias).unflatten(-1, (3, attn.num_heads, -1))
+    q, k, v = qkv.permute(2, 0, 3, 1, 4)
+    return q, k, v
+
+# %% ../nbs/22_encoder.ipynb #26ef1b97
+def _value_of_average_token(
+    attn: nn.MultiheadAttention,
+    norm: nn.LayerNorm | None,  # what stands in front of attention, if anything
+) -> Float[Tensor, "h 1 k"]:
+    "v at normalised features of zero, without gradient."
+    w = attn.in_proj_weight.chunk(3)[2]
+    bias = w.new_zeros(len(w)) if attn.in_proj_bias is None else attn.in_proj_bias.chunk(3)[2]
+    if norm is not None and norm.bias is not None:
+        bias = F.linear(norm.bias, w, bias)
+    return bias.detach().view(attn.num_heads, 1, -1)
+
+# %% ../nbs/22_encoder.ipynb #601edd79
+def _network_jacobian(
+    layer: nn.TransformerEncoderLayer,
+    h: Float[Tensor, "b t d"],  # what enters the network's branch, [h]
+    a: Float[Tensor, "b t f"],  # the pre-activation
+) -> Float[Tensor, "b t d"]:
+    "J of the network, behind its norm if that comes first."
+    w1, b1, w2, norm = layer.linear1.weight, layer.linear1.bias, layer.linear2.weight, layer.norm2
+    if not layer.norm_first:
+        return ffn_jacobian(a, w1, w2, layer.activation)
+    xhat, inv_std = standardise(h, "layer", norm.eps)
+    a_zero = b1 if norm.bias is None else F.linear(norm.bias, w1, b1)
+    return ffn_jacobian(a, w1, w2, layer.activation, norm="layer", xhat=xhat, inv_std=inv_std, norm_weight=norm.weight, a_zero=a_zero)
+
+# %% ../nbs/22_encoder.ipynb #e1255019
+def _batch_first(src: Tensor | Belief, batch_first: bool, precision: Tensor | None = None) -> tuple[Belief, Callable[[Belief], Tensor | Belief]]:
+    "A belief on (b, t, d), and the way back to the layout and type of `src`."
+    if isinstance(src, Belief) and precision is not None:
+        raise ValueError("src is a Belief and has a precision: give a tensor with precision=, or a Belief alone")
+    belief = src if isinstance(src, Belief) else certain(src) if precision is None else Belief(src, precision)
+    check_belief(belief)
+    if belief.mean.dim() not in (2, 3):
+        raise ValueError(f"src must have two or three dimensions, got shape {tuple(belief.mean.shape)}")
+    if belief.mean.dim() == 2:
+        there, back = (lambda x: x.unsqueeze(0)), (lambda x: x.squeeze(0))
+    elif batch_first:
+        there = back = lambda x: x
+    else:
+        there = back = lambda x: x.transpose(0, 1)
+    pick = (lambda b: Belief(*map(back, b))) if isinstance(src, Belief) else (lambda b: back(b.mean))
+    return Belief(*map(there, belief)), pick
+
+# %% ../nbs/22_encoder.ipynb #fdba1ad1
+def _observe_branch(layer: nn.TransformerEncoderLayer, belief: Belief, mask: Tensor | None, padding: Tensor | None, is_causal: bool) -> tuple[Belief, Tensor]:
+    "e and λ_obs in the residual stream, and n_eff per head."
+    attn, norm = layer.self_attn, layer.norm1 if layer.norm_first else None
+    x = belief.mean if norm is None else norm(belief.mean)
+    lam_bar = reliability(belief) if layer.kriging else torch.ones_like(belief.precision[..., 0])
+    allowed = _attention_mask(mask, padding, x.shape[0], x.shape[1], attn.num_heads)
+    shift = _value_of_average_token(attn, norm)
+    seen = observe(*_heads(attn, x), lam_bar, mask=allowed, is_causal=is_causal, shift=shift, **layer.observing)
+    e, lam_obs = project(seen, attn.out_proj.weight, attn.out_proj.bias)
+    return Belief(layer.dropout1(e), lam_obs), seen.n_eff
+
+# %% ../nbs/22_encoder.ipynb #1a541ea4
+def _predict_branch(layer: nn.TransformerEncoderLayer, belief: Belief, carry: bool) -> Belief:
+    "The prediction; with `carry=False`, where nobody reads it, the precision stays as it was."
+    a = layer.linear1(layer.norm2(belief.mean) if layer.norm_first else belief.mean)
+    delta = layer.dropout2(layer.linear2(layer.dropout(layer.activation(a))))
+    if not carry:
+        return Belief(belief.mean + delta, belief.precision)
+    with torch.set_grad_enabled(torch.is_grad_enabled() and layer.jacobian == "full"):
+        jac = torch.zeros(()) if layer.jacobian == "none" else _network_jacobian(layer, belief.mean, a)
+    return predict(belief, delta, jac, layer.process_noise)
+
+# %% ../nbs/22_encoder.ipynb #226bf226
 class BFTEncoderLayer(nn.TransformerEncoderLayer):
     """A filter step with torch's encoder-layer interface: tensor in, tensor out; `Belief` in, `Belief` out [@bft2026].
 
@@ -130,7 +208,7 @@ class BFTEncoderLayer(nn.TransformerEncoderLayer):
         dtype=None,
         *,
         kriging: bool = True,  # weigh keys by reliability; False: plain attention weights
-        kalman: bool = True,  # gain λ_obs/(λ + λ_obs); False: gain one, the plain residual
+        kalman: bool = True,  # gain λ_obs/(λ + λ_obs); False: the mean takes gain one, the plain residual; the precision goes on as before
         jacobian: str = "detached",  # J of the network: "full", "detached" (no gradient through it) or "none" (J = 0)
         process_noise: float = 0.1,  # Q at the start, per feature, ≥ 0 [h²]; 0: none, and not learned
         resolution: str = "diagonal",  # of λ_obs, "diagonal" or "isotropic", chapter 20
@@ -154,7 +232,7 @@ class BFTEncoderLayer(nn.TransformerEncoderLayer):
 
     @property
     def process_noise(self) -> Tensor:
-        "Q, per feature, [h²]."
+        "Q per feature, [h²]; zero if the layer has none."
         return torch.zeros(()) if self.raw_noise is None else F.softplus(self.raw_noise)
 
     def forward(
@@ -166,77 +244,18 @@ class BFTEncoderLayer(nn.TransformerEncoderLayer):
     ) -> Tensor | Belief:  # as `src`
         "One filter step. Raises `ValueError` or `TypeError` for masks that do not fit."
         belief, restore = _batch_first(src, self.batch_first)
-        padding = src_key_padding_mask[None] if src_key_padding_mask is not None and src_key_padding_mask.dim() == 1 else src_key_padding_mask
-        step = self.step(belief, src_mask, padding, is_causal, carry=isinstance(src, Belief))
+        step = self.step(belief, src_mask, src_key_padding_mask, is_causal, carry=isinstance(src, Belief))
         return restore(step.predicted)
 
     def step(self, belief: Belief, mask=None, padding=None, is_causal: bool = False, carry: bool = True) -> Step:
         "The same on (b, t, d), with everything the layer saw. `carry=False` leaves out the prediction of the precision."
-        observation, n_eff = self._observe(belief, mask, padding, is_causal)
+        observation, n_eff = _observe_branch(self, belief, mask, padding, is_causal)
         posterior = update(belief, observation)
         if not self.kalman:
-            posterior = Belief(belief.mean + observation.mean, posterior.precision)
+            posterior = posterior._replace(mean=belief.mean + observation.mean)
         after = posterior if self.norm_first else normalise(posterior, self.norm1)
-        predicted = self._predict(after, carry)
+        predicted = _predict_branch(self, after, carry)
         return Step(belief, observation, n_eff, posterior, predicted if self.norm_first else normalise(predicted, self.norm2))
-
-    def _observe(self, belief: Belief, mask, padding, is_causal: bool) -> tuple[Belief, Tensor]:
-        "Attention: e and λ_obs in the residual stream, and n_eff per head."
-        attn = self.self_attn
-        x = self.norm1(belief.mean) if self.norm_first else belief.mean
-        qkv = F.linear(x, attn.in_proj_weight, attn.in_proj_bias).unflatten(-1, (3, attn.num_heads, -1))
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        lam_bar = reliability(belief) if self.kriging else torch.ones_like(belief.precision[..., 0])
-        allowed = _attention_mask(mask, padding, x.shape[0], x.shape[1], attn.num_heads)
-        seen = observe(q, k, v, lam_bar, mask=allowed, is_causal=is_causal, shift=self._value_of_average_token(), **self.observing)
-        e, lam_obs = project(seen, attn.out_proj.weight, attn.out_proj.bias)
-        return Belief(self.dropout1(e), lam_obs), seen.n_eff
-
-    def _value_of_average_token(self) -> Tensor:
-        "v of a token whose normalised features are zero, (h, 1, k): what `observe` may subtract from all values."
-        attn = self.self_attn
-        w = attn.in_proj_weight.chunk(3)[2]
-        bias = w.new_zeros(len(w)) if attn.in_proj_bias is None else attn.in_proj_bias.chunk(3)[2]
-        if self.norm_first and self.norm1.bias is not None:
-            bias = F.linear(self.norm1.bias, w, bias)
-        return bias.detach().view(attn.num_heads, 1, -1)
-
-    def _predict(self, belief: Belief, carry: bool) -> Belief:
-        "The feed-forward network: mean by torch's own block, precision through its Jacobian."
-        a = self.linear1(self.norm2(belief.mean) if self.norm_first else belief.mean)
-        delta = self.dropout2(self.linear2(self.dropout(self.activation(a))))
-        if not carry:
-            return Belief(belief.mean + delta, belief.precision)
-        with torch.set_grad_enabled(torch.is_grad_enabled() and self.jacobian == "full"):
-            jac = torch.zeros(()) if self.jacobian == "none" else self._jacobian(belief.mean, a)
-        return predict(belief, delta, jac, self.process_noise)
-
-    def _jacobian(self, h: Tensor, a: Tensor) -> Tensor:
-        "J of the network behind its norm, from the pre-activation it has computed (13.5)."
-        w1, w2 = self.linear1.weight, self.linear2.weight
-        if not self.norm_first:
-            return ffn_jacobian(a, w1, w2, self.activation)
-        xhat, inv_std = standardise(h, "layer", self.norm2.eps)
-        a_zero = self.linear1.bias if self.norm2.bias is None else F.linear(self.norm2.bias, w1, self.linear1.bias)
-        return ffn_jacobian(a, w1, w2, self.activation, norm="layer", xhat=xhat, inv_std=inv_std, norm_weight=self.norm2.weight, a_zero=a_zero)
-
-# %% ../nbs/22_encoder.ipynb #e1255019
-def _batch_first(src: Tensor | Belief, batch_first: bool, precision: Tensor | None = None) -> tuple[Belief, Callable[[Belief], Tensor | Belief]]:
-    "A belief on (b, t, d), and the way back to the layout and type of `src`."
-    if isinstance(src, Belief) and precision is not None:
-        raise ValueError("src is a Belief and has a precision: give a tensor with precision=, or a Belief alone")
-    belief = src if isinstance(src, Belief) else certain(src) if precision is None else Belief(src, precision)
-    check_belief(belief)
-    if belief.mean.dim() not in (2, 3):
-        raise ValueError(f"src must have two or three dimensions, got shape {tuple(belief.mean.shape)}")
-    if belief.mean.dim() == 2:
-        there, back = (lambda x: x.unsqueeze(0)), (lambda x: x.squeeze(0))
-    elif batch_first:
-        there = back = lambda x: x
-    else:
-        there = back = lambda x: x.transpose(0, 1)
-    pick = (lambda b: Belief(*map(back, b))) if isinstance(src, Belief) else (lambda b: back(b.mean))
-    return Belief(*map(there, belief)), pick
 
 # %% ../nbs/22_encoder.ipynb #8d7efb37
 class BFTEncoder(nn.TransformerEncoder):
@@ -268,10 +287,9 @@ class BFTEncoder(nn.TransformerEncoder):
     ) -> Tensor | Belief | tuple[Tensor | Belief, list[Step]]:
         "Filter a sequence. Raises `ValueError` or `TypeError` for masks or precisions that do not fit."
         belief, restore = _batch_first(src, self.layers[0].batch_first, precision)
-        padding = src_key_padding_mask[None] if src_key_padding_mask is not None and src_key_padding_mask.dim() == 1 else src_key_padding_mask
         steps, carry = [], isinstance(src, Belief) or with_intermediates
         for layer in self.layers:
-            steps.append(layer.step(belief, mask, padding, bool(is_causal), carry or layer is not self.layers[-1]))
+            steps.append(layer.step(belief, mask, src_key_padding_mask, bool(is_causal), carry or layer is not self.layers[-1]))
             belief = steps[-1].predicted
         if self.norm is not None:
             belief = normalise(belief, self.norm) if carry else belief._replace(mean=self.norm(belief.mean))

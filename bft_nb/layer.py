@@ -29,7 +29,7 @@ def reliability(
 def project(
     observation: Observation,  # per head
     weight: Float[Tensor, "d hk"],  # W_O
-    bias: Float[Tensor, "d"] | None = None,  # c
+    bias: Float[Tensor, "d"] | None = None,  # b_O
 ) -> Belief:  # e and λ_obs in the residual stream, (b, t, d)
     "Heads to residual stream: means through W_O, variances through its square, (21.2)."
     mean = F.linear(observation.mean.transpose(1, 2).flatten(2), weight, bias)
@@ -39,13 +39,13 @@ def project(
     variance = observation.precision.reciprocal().transpose(1, 2).flatten(2)
     return Belief(mean, F.linear(variance, squared).reciprocal())
 
-# %% ../nbs/21_layer.ipynb #7d4f8c5a
+# %% ../nbs/21_layer.ipynb #116b1287
 class Step(NamedTuple):
     "One filter step, opened up: what a layer believed before, saw, concluded and predicted."
 
     prior: Belief  # on entry, (b, t, d)
     observation: Belief  # e and λ_obs in the residual stream, (b, t, d)
-    n_eff: Float[Tensor, "b h t"]  # effective sample size per head
+    n_eff: Float[Tensor, "b h t"]  # effective sample size per head, [1]
     posterior: Belief  # after the residual update
     predicted: Belief  # after the feed-forward network
 
@@ -62,7 +62,7 @@ def normalise(
     belief: Belief,  # (b, t, d)
     norm: nn.LayerNorm | nn.RMSNorm,  # over the last dimension
 ) -> Belief:
-    "A belief through a norm: precision divided by the squared diagonal of the Jacobian (13.4), which is at least `JACOBIAN_FLOOR`."
+    "A belief through a norm (21.3): precision divided by the squared diagonal of the Jacobian, which is taken to be at least `JACOBIAN_FLOOR`."
     kind = "rms" if isinstance(norm, nn.RMSNorm) else "layer"
     eps = torch.finfo(belief.mean.dtype).eps if norm.eps is None else norm.eps
     jac = norm_jacobian(*standardise(belief.mean, kind, eps), norm.weight, kind)

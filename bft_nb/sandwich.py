@@ -34,8 +34,8 @@ def signed_kappa(
 # %% ../nbs/14_sandwich.ipynb #d59f469a
 def centre(
     b: Float[Tensor, "*batch t j"],  # weights of any sign
-    v: Float[Tensor, "*batch j k"],  # values, [h]
-) -> Float[Tensor, "*batch t k"]:  # m, [h]
+    v: Float[Tensor, "*batch j k"],  # values, [v]
+) -> Float[Tensor, "*batch t k"]:  # m, [v]
     "The level around which residuals are taken (14.3): Σ b v/Σ b, moved to the mean under |b| where signs cancel; 0 where all weights are."
     size, total, squares = b.abs().sum(-1, keepdim=True), b.sum(-1, keepdim=True), b.square().sum(-1, keepdim=True)
     m0 = (b.abs() @ v) / torch.where(size > 0, size, 1.0)
@@ -51,8 +51,8 @@ def _check_values(a: Tensor, v: Tensor) -> None:
 def sandwich_variance(
     a: Float[Tensor, "*batch t j"],  # relevances, any sign, 0 where masked
     lam_bar: Float[Tensor, "*#batch j"],  # neighbour reliability λ̄ > 0
-    v: Float[Tensor, "*batch j k"],  # values, [h]
-) -> Float[Tensor, "*batch t k"]:  # estimate of Var(Σ a λ̄ v) ≥ 0, [h²], float32 or wider
+    v: Float[Tensor, "*batch j k"],  # values, [v]
+) -> Float[Tensor, "*batch t k"]:  # estimate V of Var(Σ a λ̄ v) ≥ 0, [v²] for λ̄ relative to a typical key, float32 or wider
     """Huber–White variance of unnormalised attention by the expanded square (14.2) [@huber1967; @white1980; @bft2026].
 
     `ValueError` if the numbers of keys differ."""
@@ -66,18 +66,18 @@ def sandwich_variance(
 # %% ../nbs/14_sandwich.ipynb #361e7174
 def claimed_variance(
     a: Float[Tensor, "*batch t j"],  # relevances, any sign, 0 where masked
-    lam_bar: Float[Tensor, "*#batch j"],  # neighbour reliability λ̄ > 0, [h⁻²]
-) -> Float[Tensor, "*batch t 1"]:  # V₀ = Σ a² λ̄
+    lam_bar: Float[Tensor, "*#batch j"],  # neighbour reliability λ̄ > 0
+) -> Float[Tensor, "*batch t 1"]:  # V₀ = Σ a² λ̄, in the unit of V
     "What the tracked precision claims for the variance of Σ a λ̄ v when Var v = 1/λ̄ (14.5). `ValueError` if the numbers of keys differ."
     return (signed_weights(a, lam_bar) * at_least_float32(a)).sum(-1, keepdim=True)
 
 # %% ../nbs/14_sandwich.ipynb #59971a01
 def posterior_variance(
-    variance: Float[Tensor, "*batch t k"],  # V of `sandwich_variance`, [h²]
-    claimed: Float[Tensor, "*batch t 1"],  # V₀ of `claimed_variance`, [h²]
+    variance: Float[Tensor, "*batch t k"],  # V of `sandwich_variance`, [v²]
+    claimed: Float[Tensor, "*batch t 1"],  # V₀ of `claimed_variance`, [v²]
     kappa: Float[Tensor, "*batch t 1"],  # κ of `signed_kappa`
     nu0: float = 1.0,  # ν₀ > 0, what the prior is worth in observations
-) -> Float[Tensor, "*batch t k"]:  # 1/λ_obs, [h²]
+) -> Float[Tensor, "*batch t k"]:  # 1/λ_obs, [v²]
     "Sandwich and prior together (14.5). `ValueError` unless ν₀ > 0."
     if not nu0 > 0:
         raise ValueError(f"nu0 must be positive, got {nu0}")

@@ -92,7 +92,7 @@ attend(w, v).shape
 isinstance(w, Float[Tensor, "b h t j"]), isinstance(w, Float[Tensor, "b t d"])
 
 # %% [markdown]
-# ## Every symbol of Part I
+# ## Every symbol of Parts I and II
 #
 # In the order of their appearance. "First" is the chapter. A letter with two meanings is listed twice; where one chapter needs both, it says which.
 #
@@ -147,7 +147,7 @@ isinstance(w, Float[Tensor, "b h t j"]), isinstance(w, Float[Tensor, "b t d"])
 # |:--|:--|:--|:--|:--|
 # | $x$ | the true state | [h] | 12 | common |
 # | $z$ | a measurement of it; $e = z - h$ is the innovation | [h] | 12 | common |
-# | $K$ | Kalman gain, $\lambda_{\text{obs}}/(\lambda + \lambda_{\text{obs}})$ | [1] | 12 | [P] |
+# | $K$, $K^\star$ | Kalman gain, $\lambda_{\text{obs}}/(\lambda + \lambda_{\text{obs}})$; with a star where another gain may be applied instead | [1] | 12 | [P] |
 # | $\circ$ | product element by element | | 12 | common |
 #
 # ### Predicting: chapter 13
@@ -166,10 +166,10 @@ isinstance(w, Float[Tensor, "b h t j"]), isinstance(w, Float[Tensor, "b t d"])
 # | $a$; $g$, $u$ | pre-activations; of SwiGLU. $a^0$ or $b_f$, $g^0$, $u^0$: their value at $\hat x = 0$. In the slope of GELU, $u$ is the argument of tanh and $t$ its value | | 13 | common |
 # | $\hat x$, $s$, $\mu$ | normalised features, the root mean square divided by, the mean subtracted | [1], [h], [h] | 13 | common |
 # | $\gamma$, $\beta$, $\epsilon$ | weight and bias of the norm layer, its small constant | | 13 | common |
-# | $G$, $\bar G$, $M$ | folded first matrix, its row means, the matrix of the diagonal Jacobian | | 13 | [D] |
+# | $G$, $\bar G$, $M$ | folded first matrix, its row means, the matrix of the diagonal Jacobian; $M^g$, $M^u$ of SwiGLU | | 13 | [D] |
 # | $F$ | one cycle of observing and predicting as a map of $\lambda$ | [h⁻²] | 13 | [D] |
 # | $\lambda^\star$, $K^\star$ | fixed point of the cycle and its gain | [h⁻²], [1] | 13 | [D] |
-# | $\gamma$, $b$ | in the fixed point: $(1 + J)^2$, and the middle coefficient of its quadratic | [1] | 13 | [D] |
+# | $\rho$, $c$ | in the fixed point: $(1 + J)^2$, and the middle coefficient of its quadratic | [1] | 13 | [D] |
 # | $n$, $\lambda_0$ | number of cycles, precision before the first | [1], [h⁻²] | 13 | [D] |
 #
 # ### Unnormalised attention: chapter 14
@@ -188,6 +188,20 @@ isinstance(w, Float[Tensor, "b h t j"]), isinstance(w, Float[Tensor, "b t d"])
 # | $\ell_j$ | leverage of key $j$ | [1] | 14 | common |
 # | $g$ | exponent of a simulation | [1] | 14 | [D] |
 #
+# ### The layer: chapters 20 to 22
+#
+# | Symbol | Meaning | Unit | First | Whose |
+# |:--|:--|:--|:--|:--|
+# | $V^+$, $wV^+$ | values with the columns $v^2$ and $1/\bar\lambda$ appended, and the moments that the weights make of them | | 20 | [D] |
+# | $L$; $G^+$, $g_\kappa$ | a loss; its gradients by $wV^+$ and by $\kappa$ | | 20 | common |
+# | $g$, $u_j$ | in the proof of the backward pass: gradient by one moment, and that moment's column of $V^+$ | | 20 | common |
+# | $c_t$ | what the softmax Jacobian subtracts from every $\partial L/\partial w_{tj}$ | | 20 | common |
+# | $H$ | number of heads | [1] | 21 | common |
+# | $W_O$, $b_O$ | matrix and bias of the output projection | [h/v], [h] | 21 | common |
+# | $e_k$, $o_i$ | in the output projection: value dimension $k$ of all heads, feature $i$ of its output | [v], [h] | 21 | common |
+# | $J_i$ | in a post-norm layer also: diagonal of the Jacobian of the norm itself | [1/h] | 21 | [D] |
+# | $\tau$ | initial precision of an item | [h⁻²] | 22 | [P] |
+#
 # A hat, as in $\widehat{\operatorname{Var}}$, marks an estimate; $\propto$ means "up to a factor that all keys share"; $\top$ transposes.
 #
 # ## Words
@@ -201,7 +215,7 @@ isinstance(w, Float[Tensor, "b h t j"]), isinstance(w, Float[Tensor, "b t d"])
 #
 # - $h$ and $\lambda$ travel together: mean [h] and precision [h⁻²] of a token.
 # - One table translates between geostatistics, filtering and transformers; "none" marks what an ordinary transformer lacks.
-# - Axis letters live in annotations, symbols in formulas, and every symbol of chapters 10–14 is listed above.
+# - Axis letters live in annotations, symbols in formulas, and every symbol of chapters 10–22 is listed above.
 #
 # ## Exercises
 #

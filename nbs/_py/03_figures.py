@@ -97,8 +97,8 @@ fig, ax = plt.subplots()
 ax.plot(n, readings, "x", color=COLOUR["observation"], label="observation")
 band(ax, n, readings.cumsum(0) / n, n**-0.5, "posterior", "posterior ± 1 sd")
 ax.axhline(0, color=COLOUR["truth"], linestyle="--", label="truth")
-ax.set(xlabel="readings", ylabel="value [h]")
-ax.legend()
+ax.set(xlabel="readings", ylabel="value [h]", ylim=(-2.4, 3))
+ax.legend(loc="upper left", ncols=3)
 plt.show()
 
 # %% [markdown]

@@ -266,7 +266,7 @@ assert_same(sum(x * y for x, y in zip(ws, vs, strict=True)), (*ws, *vs), as_rows
 
 # %%
 unit = {alphas[2]: 1 - alphas[0] - alphas[1]}
-prove(least - sigma**2 / total)
+prove(least - sigma**2 / total), prove(best[eta] - least)
 
 # %%
 left = sum(f / lam for f, lam in zip(formula, lams, strict=True))

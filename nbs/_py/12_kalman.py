@@ -173,7 +173,7 @@ assert_same(K_min, (lam, lam_obs), gain)
 
 # %% [markdown]
 # Two limits matter. Nothing observed, $\lambda_{\text{obs}} \to 0$: the gain is 0 and the prior stays. Nothing known, $\lambda \to 0$: the gain is 1, which is **the plain residual connection**.
-# The ordinary transformer is this limit: it trusts every observation fully **[P]**.
+# The ordinary transformer trusts every observation fully **[P]**. It takes two things, then, to get it back: equal precisions, $\lambda \equiv 1$, make the weights of chapter 10 ordinary attention weights, but they leave a gain below one; that the gain *is* one must be said as well.
 
 # %%
 sp.limit(K_min, lam_obs, 0), sp.limit(K_min, lam, 0)
@@ -297,7 +297,7 @@ prove(joseph_at_optimum - 1 / (lam + lam_obs))
 prove((1 - K_min) / lam - 1 / (lam + lam_obs))
 
 # %% [markdown]
-# Away from the optimum only Joseph's form is right, and it says exactly what a wrong gain costs:
+# Away from the optimum only Joseph's form is right. With $K^\star$ for the optimal gain (12.1) it says exactly what a wrong gain costs:
 #
 # $$\frac{(1-K)^2}{\lambda} + \frac{K^2}{\lambda_{\text{obs}}} = \frac{1}{\lambda+\lambda_{\text{obs}}} + \Big(\frac1\lambda + \frac1{\lambda_{\text{obs}}}\Big)\,(K - K^\star)^2 \tag{12.5}$$
 

@@ -192,10 +192,16 @@ test_fail(lambda: predict(evening, torch.zeros(2), torch.zeros(1), torch.zeros(1
 #
 # $J$ of a feed-forward network needs $\varphi'$. For the usual activations it has a closed form:
 #
-# $$\text{relu}' = [a > 0], \quad \text{gelu}' = \Phi(a) + a\,\phi(a), \quad \text{silu}' = s\,(1 + a(1 - s)),\ s = \operatorname{sigmoid}(a) \tag{13.3}$$
+# $$\text{relu}'(a) = [a > 0] = \tfrac12 (1 + \operatorname{sign} a), \quad \text{gelu}'(a) = \Phi(a) + a\,\phi(a), \quad \text{silu}'(a) = s\,(1 + a(1 - s)),\ s = \operatorname{sigmoid}(a) \tag{13.3}$$
+#
+# with $\Phi$ and $\phi$ the distribution function and the density of the standard normal. ReLU is $(a + |a|)/2$, SiLU $a\,s$, and GELU $a\,\Phi(a)$. (At the kink itself ReLU has no derivative; SymPy's convention is one half, torch's and ours is 0.)
 
 # %%
 a = sp.Symbol("a", real=True)
+relu_derivative = (1 + sp.sign(a)) / 2
+prove(sp.diff((a + sp.Abs(a)) / 2, a) - relu_derivative)
+
+# %%
 s = 1 / (1 + sp.exp(-a))
 prove(sp.diff(a * s, a) - s * (1 + a * (1 - s)))
 
@@ -255,6 +261,7 @@ def silu_slope(
 # Each function is held against SymPy's derivative of the activation, for negative arguments too (constants such as $\sqrt{2}$ become floats first, which torch needs):
 
 # %%
+assert_same(relu_derivative, (a,), relu_slope, lo=-5)
 assert_same(sp.diff(a * s, a), (a,), silu_slope, lo=-5)
 numeric = lambda expr: expr.replace(lambda part: part.is_number and not part.is_Rational, lambda part: part.evalf())
 assert_same(numeric(sp.diff(a * Phi, a)), (a,), gelu_slope, lo=-5)
@@ -542,7 +549,7 @@ test_fail(lambda: ffn_jacobian(pre, w1, w2, norm="batch", xhat=x_hat, inv_std=in
 #
 # $$J_i = \frac1s\Big[\sum_f \varphi'(g_f)\,u_f\, M^g_{if} + \sum_f \varphi(g_f)\, M^u_{if} - \frac{\hat x_i}{d} \sum_f W_{d,if}\big(\varphi'(g_f)\,u_f\,(g_f - g^0_f) + \varphi(g_f)\,(u_f - u^0_f)\big)\Big] \tag{13.6}$$
 #
-# where the superscript 0 marks the value at $\hat x = 0$. The product rule is all that is new:
+# where the superscript 0 marks the value at $\hat x = 0$, and $M^g$, $M^u$ are the $M$ of (13.5) with $W_g$, $W_u$ in the place of $W_1$ and $W_d$ in that of $W_2$. The product rule is all that is new:
 
 # %%
 g_in, u_in = sp.Function("g")(h), sp.Function("u")(h)
@@ -595,6 +602,26 @@ x = x_hat * weight
 jac = gated_ffn_jacobian(F.linear(x, w1), F.linear(x, w_up), w1, w_up, w2, norm="rms", xhat=x_hat, inv_std=inv_std, norm_weight=weight)
 torch.testing.assert_close(jac, vmap(jacrev(swiglu_branch))(tokens).diagonal(dim1=-2, dim2=-1))
 jac[0]
+
+# %% [markdown]
+# And the function is SymPy's derivative of the whole gated branch behind RMSNorm, in value and in gradient with respect to every weight:
+
+# %%
+A3 = sp.Matrix(2, 3, sp.symbols("g_:6"))
+normed = sp.Matrix([expr.subs(norm_eps, sp.Float(1e-5)) for expr in rms_xhat])
+whole_gated = (A2 * (A3 * normed).applyfunc(silu).multiply_elementwise(A1 * normed))[0]
+
+
+# %%
+def one_gated_point(*values):
+    h, w_gate, w_up, w_down = (torch.stack(part) for part in (values[:3], values[3:9], values[9:15], values[15:]))
+    x_hat, inv_std = standardise(h, "rms")
+    w_gate, w_up, w_down = w_gate.reshape(2, 3), w_up.reshape(2, 3), w_down.reshape(3, 2)
+    return gated_ffn_jacobian(F.linear(x_hat, w_gate), F.linear(x_hat, w_up), w_gate, w_up, w_down, norm="rms", xhat=x_hat, inv_std=inv_std)[0]
+
+
+# %%
+assert_same(sp.diff(whole_gated, H[0]), (*H, *A3, *A1, *A2), vmap(one_gated_point), n=32)
 
 # %% [markdown]
 # ## Freezing
@@ -793,7 +820,7 @@ BRANCHES = {
 
 # %%
 #| label: fig-delta
-#| fig-cap: "The delta method is right for narrow beliefs and off by a factor of two or three once the belief is wider than the distance over which the slope changes."
+#| fig-cap: "The delta method is right for narrow beliefs, and off, up to a factor of three in these four cases, for beliefs wider than the distance over which the slope changes."
 #| code-fold: true
 widths = torch.logspace(-2, 0.3, 24).tolist()
 fig, ax = plt.subplots()
@@ -817,7 +844,7 @@ assert abs(ratios["quadratic, x²/2 at 0"][2] - (1 + 2.0**2 / 2)) < 0.1
 assert ratios["ReLU, kink 0.5 below"][2] < 0.8 and ratios["ReLU, kink 0.5 above"][2] > 1.5
 
 # %% [markdown]
-# A wide network is milder than a single unit: many kinks at many places average out. And $Q$, being learnt, absorbs what the first order misses on average.
+# One would expect a wide network to be milder than a single unit, since many kinks at many places average out; this chapter does not measure it. Where the true variance is the larger one, a learnt $Q$ can make up for what the first order misses; where it is the smaller one, nothing does.
 #
 # ## Assumptions, and where they break
 #

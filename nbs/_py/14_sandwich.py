@@ -63,7 +63,7 @@ b_room @ v_room
 
 # %% [markdown]
 # It is not a mean: the weights sum to 0.86, and a second set of the same neighbours would double it. With $\bar\lambda \equiv 1$ it is HSTU's own attention, the degenerate case.
-# (A factor common to all $\bar\lambda$ scales $e$; HSTU normalises the sum right after, which removes it.)
+# (A factor common to all $\bar\lambda$ scales $e$; HSTU normalises the sum right after, which removes it. It also settles the unit: measured against a typical key, $\bar\lambda$ and $b$ are pure numbers, and $e$ is in [v] like the values.)
 #
 # How well is $e$ known? A formula that knows only $\bar\lambda$ sees nothing odd in the third neighbour. The data do: it lies far from the two others. The sandwich looks at the data.
 #
@@ -154,14 +154,29 @@ def signed_kappa(
 #| exports
 def centre(
     b: Float[Tensor, "*batch t j"],  # weights of any sign
-    v: Float[Tensor, "*batch j k"],  # values, [h]
-) -> Float[Tensor, "*batch t k"]:  # m, [h]
+    v: Float[Tensor, "*batch j k"],  # values, [v]
+) -> Float[Tensor, "*batch t k"]:  # m, [v]
     "The level around which residuals are taken (14.3): Σ b v/Σ b, moved to the mean under |b| where signs cancel; 0 where all weights are."
     size, total, squares = b.abs().sum(-1, keepdim=True), b.sum(-1, keepdim=True), b.square().sum(-1, keepdim=True)
     m0 = (b.abs() @ v) / torch.where(size > 0, size, 1.0)
     largest = torch.maximum(total.square(), squares)
     return m0 + total / torch.where(largest > 0, largest, 1.0) * (b @ v - total * m0)
 
+
+# %% [markdown]
+# Both are held to their formulas: $\kappa$ for positive weights, and (14.3) where the signs cancel so far that $n < 1$ (weights $b_1$, $b_2$ and $-(b_1 + b_2)$ plus a little, which makes $\sum_j b_j^2$ the larger of the two):
+
+# %%
+p, q, r = sp.symbols("p q r", positive=True)
+assert_same(B2.subs(dict(zip(b, (p, q, r), strict=True))) / (p + q + r) ** 2, (p, q, r), lambda *x: signed_kappa(torch.stack(x, -1)[:, None])[:, 0, 0])
+
+# %%
+cancelled = (p, q, r / 10 - p - q)
+sizes = (p, q, p + q - r / 10)  # |b|, for the points drawn below
+level = sum(x * y for x, y in zip(sizes, v, strict=True)) / sum(sizes)
+guarded = level + r / 10 / sum(x**2 for x in cancelled) * sum(x * (y - level) for x, y in zip(cancelled, v, strict=True))
+signed_rows = lambda p, q, r: torch.stack([p, q, r / 10 - p - q], -1)[:, None]
+assert_same(guarded, (p, q, r, *v), lambda p, q, r, *v: centre(signed_rows(p, q, r), torch.stack(v, -1)[..., None])[:, 0, 0], lo=1, hi=2)
 
 # %%
 centre(b_room, v_room), (b_room @ v_room) / b_room.sum()
@@ -186,8 +201,8 @@ def _check_values(a: Tensor, v: Tensor) -> None:
 def sandwich_variance(
     a: Float[Tensor, "*batch t j"],  # relevances, any sign, 0 where masked
     lam_bar: Float[Tensor, "*#batch j"],  # neighbour reliability λ̄ > 0
-    v: Float[Tensor, "*batch j k"],  # values, [h]
-) -> Float[Tensor, "*batch t k"]:  # estimate of Var(Σ a λ̄ v) ≥ 0, [h²], float32 or wider
+    v: Float[Tensor, "*batch j k"],  # values, [v]
+) -> Float[Tensor, "*batch t k"]:  # estimate V of Var(Σ a λ̄ v) ≥ 0, [v²] for λ̄ relative to a typical key, float32 or wider
     """Huber–White variance of unnormalised attention by the expanded square (14.2) [@huber1967; @white1980; @bft2026].
 
     `ValueError` if the numbers of keys differ."""
@@ -301,7 +316,8 @@ prove((1 - 2 * count * count**-3 / (1 / count) + 1 / count) - (1 - 1 / count))
 # A single key leaves no residual: $\kappa = 1$ and both estimate and divisor are zero. As in chapter 11, the tracked precision is the prior, worth $\nu_0$ observations. What it claims for the variance of $e$ is $V_0 = \sum_j b_j^2/\bar\lambda_j = \sum_j a_j^2 \bar\lambda_j$:
 
 # %%
-prove(sum((x * y) ** 2 / y for x, y in zip(a_sym, lam_bar_sym, strict=True)) - sum(x**2 * y for x, y in zip(a_sym, lam_bar_sym, strict=True)))
+claim = sum(x**2 * y for x, y in zip(a_sym, lam_bar_sym, strict=True))
+prove(sum((x * y) ** 2 / y for x, y in zip(a_sym, lam_bar_sym, strict=True)) - claim)
 
 # %% [markdown]
 # Chapter 11 arrives at $\operatorname{Var}(e) = \kappa\,(\nu_0 \kappa s_0^2 + S)/(\nu_0\kappa + 1 - \kappa)$, its (11.9). There, the data give $\kappa S$ for the variance of $e$ and the prior claims $\kappa s_0^2$. Here they give $V$ and $V_0$, and the same formula reads **[D]**
@@ -324,8 +340,8 @@ prove(posterior.subs({V: 0, k: 1}) - V0), sp.limit(posterior, k, 0)
 #| exports
 def claimed_variance(
     a: Float[Tensor, "*batch t j"],  # relevances, any sign, 0 where masked
-    lam_bar: Float[Tensor, "*#batch j"],  # neighbour reliability λ̄ > 0, [h⁻²]
-) -> Float[Tensor, "*batch t 1"]:  # V₀ = Σ a² λ̄
+    lam_bar: Float[Tensor, "*#batch j"],  # neighbour reliability λ̄ > 0
+) -> Float[Tensor, "*batch t 1"]:  # V₀ = Σ a² λ̄, in the unit of V
     "What the tracked precision claims for the variance of Σ a λ̄ v when Var v = 1/λ̄ (14.5). `ValueError` if the numbers of keys differ."
     return (signed_weights(a, lam_bar) * at_least_float32(a)).sum(-1, keepdim=True)
 
@@ -333,16 +349,19 @@ def claimed_variance(
 # %%
 #| exports
 def posterior_variance(
-    variance: Float[Tensor, "*batch t k"],  # V of `sandwich_variance`, [h²]
-    claimed: Float[Tensor, "*batch t 1"],  # V₀ of `claimed_variance`, [h²]
+    variance: Float[Tensor, "*batch t k"],  # V of `sandwich_variance`, [v²]
+    claimed: Float[Tensor, "*batch t 1"],  # V₀ of `claimed_variance`, [v²]
     kappa: Float[Tensor, "*batch t 1"],  # κ of `signed_kappa`
     nu0: float = 1.0,  # ν₀ > 0, what the prior is worth in observations
-) -> Float[Tensor, "*batch t k"]:  # 1/λ_obs, [h²]
+) -> Float[Tensor, "*batch t k"]:  # 1/λ_obs, [v²]
     "Sandwich and prior together (14.5). `ValueError` unless ν₀ > 0."
     if not nu0 > 0:
         raise ValueError(f"nu0 must be positive, got {nu0}")
     return (nu0 * kappa * claimed + variance) / (nu0 * kappa + 1 - kappa)
 
+
+# %%
+assert_same(claim, (*a_sym, *lam_bar_sym), lambda *x: claimed_variance(torch.stack(x[:3], -1)[:, None], torch.stack(x[3:], -1))[:, 0, 0])
 
 # %%
 assert_same(posterior, (V, V0, k, nu0), lambda V, V0, k, nu0: torch.stack([posterior_variance(*x[:3], nu0=x[3]) for x in zip(V, V0, k, nu0, strict=True)]), lo=0.1, hi=0.9)
@@ -385,7 +404,7 @@ def estimates(g, repeats=4000):
 
 # %%
 #| label: fig-sandwich
-#| fig-cap: "The sandwich stays near the true variance however noise and weight are related; the model-based variance is too small where important keys are noisier. Bands: ± 1 sd over 4,000 repetitions."
+#| fig-cap: "On average the sandwich stays near the true variance however noise and weight are related, which the model-based variance does not. Bands: ± 1 sd over 4,000 repetitions."
 #| code-fold: true
 use_style()
 strengths = torch.linspace(-1, 2, 13)
@@ -477,7 +496,6 @@ squared_residuals = (draws - (draws @ b8)[:, None]).square()
 
 # %%
 c = sp.Symbol("c", positive=True)
-claim = sum(x**2 * y for x, y in zip(a_sym, lam_bar_sym, strict=True))
 scaled = {y: c * y for y in lam_bar_sym}
 prove(formula.subs(scaled, simultaneous=True) - c**2 * formula), prove(claim.subs(scaled, simultaneous=True) - c * claim)
 

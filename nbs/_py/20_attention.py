@@ -16,7 +16,7 @@
 
 # %% [markdown]
 # **So far** Part I gave every piece for one neighbourhood: kriging weights (chapter 10), the observation precision they earn (chapter 11).
-# **Now** all neighbourhoods of a sequence are computed at once, as self-attention.
+# **Now** all neighbourhoods of a sequence are computed at once, as self-attention: the paper's reading of attention as kriging **[P]**, with the observation precision of chapter 11 **[D]**.
 # **Why** a chapter of its own: written down naively, the weights are a $T\times T$ table per head, and so are their squares. The same numbers can be had in memory that grows with $T$, not $T^2$, and this chapter climbs there on a ladder: the explicit form first, because it can be read; then the blocked form, held to the explicit one in value and gradient.
 
 # %%
@@ -35,9 +35,11 @@ from bft_nb.reml import observation_variance, scatter
 
 # %%
 import matplotlib.pyplot as plt
+import sympy as sp
 from fastcore.test import test_fail
 
 from bft_nb.figures import COLOUR, band, use_style
+from bft_nb.symbolic import assert_same, prove
 
 # %%
 use_style()
@@ -45,7 +47,7 @@ use_style()
 # %% [markdown]
 # ## The smallest case
 #
-# Three tokens look at three tokens. Relevance is equal (all queries are zero), but the second token is unreliable: its mean precision $\bar\lambda$ is a tenth of the others'.
+# Three tokens look at three tokens. Relevance is equal (all queries are zero), but the second token is unreliable: its reliability $\bar\lambda$, the mean of its precision over features, is a tenth of the others'. Axes are those of chapter 00: (batch, head, token, feature).
 
 # %%
 q = torch.zeros(1, 1, 3, 2)
@@ -90,7 +92,7 @@ padded = torch.tensor([[False, True, True]])[:, None, None, :]
 visible_keys(padded, True, 3, 3)
 
 # %% [markdown]
-# The first query of this left-padded sequence sees no key at all. What does attention observe there? Nothing, and "nothing" has a precise form in this book: an observation of precision (almost) zero, which the Kalman update then ignores.
+# The first query of this left-padded sequence sees no key at all. What does attention observe there? Nothing, and "nothing" has a precise form in this book **[D]**: an observation of precision (almost) zero, which the Kalman update then ignores.
 
 # %%
 #| exports
@@ -100,7 +102,7 @@ NO_EVIDENCE = 1e30  # variance of an observation that saw no key: finite, so tha
 # %% [markdown]
 # ## First rung: explicit weights
 #
-# Everything chapters 10 and 11 need from the weights are four moments per query:
+# Everything chapters 10 and 11 need from the weights are four moments per query, (10.4), (11.1), (10.6) and (10.7):
 #
 # $$e_t = \sum_j w_{tj} v_j,\qquad S_t = \sum_j w_{tj} v_j^2 - e_t^2,\qquad s^2_{0,t} = \sum_j \frac{w_{tj}}{\bar\lambda_j},\qquad \kappa_t = \sum_j w_{tj}^2 . \tag{20.1}$$
 
@@ -112,15 +114,24 @@ class Moments(NamedTuple):
     e: Float[Tensor, "b h t k"]  # kriging mean, [v]
     scatter: Float[Tensor, "b h t r"]  # S, [v²]; r = k (diagonal) or 1 (isotropic)
     s2_0: Float[Tensor, "b h t"]  # variance the tracked precision claims, [v²]
-    kappa: Float[Tensor, "b h t"]  # 1/n_eff, in (0, 1]
+    kappa: Float[Tensor, "b h t"]  # κ = 1/n_eff, in (0, 1], [1]
 
 
 # %% [markdown]
-# $S$ comes in two resolutions. `diagonal` keeps one per value dimension; `isotropic` keeps their mean, one number per head, for models whose width makes the first too dear.
+# $S$ comes in two resolutions **[D]**. `diagonal` keeps one per value dimension; `isotropic` keeps their mean, one number per head, for models whose width makes the first too dear.
 
 # %%
 #| exports
-def moments_explicit(q, k, v, lam_bar, mask, bias, is_causal: bool, diagonal: bool) -> Moments:
+def moments_explicit(
+    q: Float[Tensor, "b h t k"],  # queries, already scaled
+    k: Float[Tensor, "b h j k"],  # keys
+    v: Float[Tensor, "b h j kv"],  # values, [v]
+    lam_bar: Float[Tensor, "b #h j"],  # λ̄ > 0, [h⁻²]
+    mask: Bool[Tensor, "#b #h #t j"] | None,  # True where a query may look at a key
+    bias: Float[Tensor, "#b #h #t j"] | None,  # added to the logits
+    is_causal: bool,  # query t sees keys j ≤ t only
+    diagonal: bool,  # S per value dimension, or its mean
+) -> Moments:
     "Equation (20.1) with every weight in memory: the oracle, and the version to read."
     logits = q @ k.mT
     if bias is not None:
@@ -142,20 +153,15 @@ tiny.e[0, 0, 0], tiny.scatter[0, 0, 0], tiny.s2_0[0, 0, 0], 1 / tiny.kappa[0, 0,
 #
 # ## Second rung: blocks, and recomputing
 #
-# Three observations remove the table.
+# Three facts remove the table.
 #
 # 1. *The moments are one matrix product.* Append $v^2$ and $1/\bar\lambda$ to the values, $V^+ = [v,\, v^2,\, 1/\bar\lambda]$: then $w V^+$ holds $e$, $\sum w v^2$ and $s_0^2$. Likewise $\log\bar\lambda$ is one more column of the keys, seen by a constant 1 in the queries.
 # 2. *A block of queries needs only its own rows of $w$.* Rows are computed, used and dropped.
-# 3. *The backward pass can compute them again.* With $G^+$ the gradient of the loss by $wV^+$ and $g_\kappa$ by $\kappa$, the gradient by the logits $\ell$ is
+# 3. *The backward pass can compute them again.* With $G^+$ the gradient of the loss $L$ by $wV^+$ and $g_\kappa$ the gradient by $\kappa$, the gradient by the logits $\ell$ is
 #
 # $$\frac{\partial L}{\partial \ell_{tj}} = w_{tj}\Big( \underbrace{G^+_t \cdot V^+_j + 2 g_{\kappa,t}\, w_{tj}}_{\partial L/\partial w_{tj}} - c_t\Big),\qquad c_t = G^+_t\cdot (wV^+)_t + 2 g_{\kappa,t}\,\kappa_t . \tag{20.2}$$
 #
-# The proof is the softmax Jacobian, here for three keys and a loss that depends on $w$ through one moment and through $\kappa$:
-
-# %%
-import sympy as sp
-
-from bft_nb.symbolic import prove
+# The proof is the softmax Jacobian, here for the first of three keys (the others are the same by symmetry) and a loss whose gradient is $g$ by one moment $\sum_j w_j u_j$, $u$ being a column of $V^+$, and $g_\kappa$ by $\kappa$:
 
 # %%
 l1, l2, l3, u1, u2, u3, g, gk = sp.symbols("l1:4 u1:4 g g_kappa", real=True)
@@ -194,16 +200,47 @@ def _rows(q, k, mask, bias, is_causal: bool, lo: int, hi: int) -> Tensor:
 
 # %%
 #| exports
+def _forward_blocks(q, k, values, mask, bias, is_causal: bool, block: int) -> tuple[Tensor, Tensor]:
+    "w V⁺ and κ = Σ w², one block of queries at a time."
+    out, kappa = q.new_empty(*q.shape[:-1], values.shape[-1]), q.new_empty(q.shape[:-1])
+    for lo in range(0, q.shape[-2], block):
+        w = _rows(q, k, mask, bias, is_causal, lo, hi := min(lo + block, q.shape[-2]))
+        out[..., lo:hi, :] = w @ values[..., : w.shape[-1], :]
+        kappa[..., lo:hi] = torch.linalg.vector_norm(w, dim=-1).square_()
+    return out, kappa
+
+
+# %%
+#| exports
+def _backward_blocks(g_out, g_kappa, saved: tuple, is_causal: bool, block: int) -> tuple[Tensor, Tensor, Tensor]:
+    "Gradients by q, k and V⁺, with the rows of w computed again."
+    q, k, values, mask, bias, out, kappa = saved
+    dq, dk, dvalues = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(values)
+    twice = 2 * g_kappa.unsqueeze(-1)
+    c = (g_out * out).sum(-1, keepdim=True) + twice * kappa.unsqueeze(-1)
+    for lo in range(0, q.shape[-2], block):
+        w = _rows(q, k, mask, bias, is_causal, lo, hi := min(lo + block, q.shape[-2]))
+        j = w.shape[-1]
+        dw = g_out[..., lo:hi, :] @ values[..., :j, :].mT
+        dlogits = dw.addcmul_(w, twice[..., lo:hi, :]).sub_(c[..., lo:hi, :]).mul_(w)  # (20.2)
+        dvalues[..., :j, :] += w.mT @ g_out[..., lo:hi, :]
+        dk[..., :j, :] += dlogits.mT @ q[..., lo:hi, :]
+        dq[..., lo:hi, :] = dlogits @ k[..., :j, :]
+    return dq, dk, dvalues
+
+
+# %% [markdown]
+# Autograd is told that the two belong together, and what to keep in between: inputs and outputs, no weights.
+
+
+# %%
+#| exports
 class _BlockedMoments(torch.autograd.Function):
     "w V⁺ and κ = Σ w² block by block, recomputed in the backward pass: memory linear in the length. First order only."
 
     @staticmethod
     def forward(ctx, q, k, values, mask, bias, is_causal: bool, block: int):
-        out, kappa = q.new_empty(*q.shape[:-1], values.shape[-1]), q.new_empty(q.shape[:-1])
-        for lo in range(0, q.shape[-2], block):
-            w = _rows(q, k, mask, bias, is_causal, lo, hi := min(lo + block, q.shape[-2]))
-            out[..., lo:hi, :] = w @ values[..., : w.shape[-1], :]
-            kappa[..., lo:hi] = torch.linalg.vector_norm(w, dim=-1).square_()
+        out, kappa = _forward_blocks(q, k, values, mask, bias, is_causal, block)
         ctx.save_for_backward(q, k, values, mask, bias, out, kappa)
         ctx.is_causal, ctx.block = is_causal, block
         return out, kappa
@@ -211,20 +248,9 @@ class _BlockedMoments(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, g_out, g_kappa):
-        q, k, values, mask, bias, out, kappa = ctx.saved_tensors
-        dq, dk, dvalues = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(values)
-        twice = 2 * g_kappa.unsqueeze(-1)
-        c = (g_out * out).sum(-1, keepdim=True) + twice * kappa.unsqueeze(-1)
-        with torch.autocast(q.device.type, enabled=False):
-            for lo in range(0, q.shape[-2], ctx.block):
-                w = _rows(q, k, mask, bias, ctx.is_causal, lo, hi := min(lo + ctx.block, q.shape[-2]))
-                j = w.shape[-1]
-                dw = g_out[..., lo:hi, :] @ values[..., :j, :].mT
-                dlogits = dw.addcmul_(w, twice[..., lo:hi, :]).sub_(c[..., lo:hi, :]).mul_(w)  # (20.2)
-                dvalues[..., :j, :] += w.mT @ g_out[..., lo:hi, :]
-                dk[..., :j, :] += dlogits.mT @ q[..., lo:hi, :]
-                dq[..., lo:hi, :] = dlogits @ k[..., :j, :]
-        return dq, dk, dvalues, None, None, None, None
+        with torch.autocast(g_out.device.type, enabled=False):
+            grads = _backward_blocks(g_out, g_kappa, ctx.saved_tensors, ctx.is_causal, ctx.block)
+        return *grads, None, None, None, None
 
 
 # %%
@@ -234,7 +260,17 @@ BLOCK = 64  # queries per block: 64 × 2048 weights of one head are half a megab
 
 # %%
 #| exports
-def moments_blocked(q, k, v, lam_bar, mask, bias, is_causal: bool, diagonal: bool, block: int = BLOCK) -> Moments:
+def moments_blocked(
+    q: Float[Tensor, "b h t k"],  # as in `moments_explicit`
+    k: Float[Tensor, "b h j k"],
+    v: Float[Tensor, "b h j kv"],
+    lam_bar: Float[Tensor, "b #h j"],
+    mask: Bool[Tensor, "#b #h #t j"] | None,
+    bias: Float[Tensor, "#b #h #t j"] | None,
+    is_causal: bool,
+    diagonal: bool,
+    block: int = BLOCK,  # queries at a time
+) -> Moments:
     "Equation (20.1) without a T × T table: equal to `moments_explicit` up to rounding."
     ones, reliability = torch.ones_like(q[..., :1]), lam_bar.unsqueeze(-1).expand(*k.shape[:-1], 1)
     second = v.square() if diagonal else v.square().mean(-1, keepdim=True)
@@ -334,7 +370,7 @@ def _split_mask(mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
 
 
 # %% [markdown]
-# Queries without keys get "no evidence": zero mean, variance `NO_EVIDENCE`, effective sample size zero.
+# Queries without keys get "no evidence": zero mean, variance `NO_EVIDENCE`, effective sample size zero **[D]**.
 
 # %%
 #| exports
@@ -386,11 +422,32 @@ seen = observe(q, k, v, lam_bar, is_causal=True)
 seen.n_eff[0, 0], seen.mean[0, 0, :, 0], seen.precision[0, 0, :, 0]
 
 # %% [markdown]
-# Read the three rows. The first token sees itself: one key, precision $\bar\lambda_1 = 1$, exactly what the tracked precision claims. The second adds an unreliable key that disagrees: the scatter eats the gain. The third finds agreement with the first and is surer than either.
-
-# %% [markdown]
+# Read the three rows. The first token sees itself: one key, precision $\bar\lambda_1 = 1$, exactly what the tracked precision claims. The second adds an unreliable key that contradicts the first: the scatter pulls the precision down to 0.18. The third repeats the first: it is surer than the second, and still less sure than the first, who has heard no contradiction.
+#
 # ## Lessons
 #
+# **The formula.** For one query and two keys, (20.1) and (11.9) with $\nu_0 = 1$ are short enough to write out. Both rungs agree with them in value and first derivative:
+
+# %%
+l1, l2, v1, v2 = sp.symbols("l1 l2 v1 v2", real=True)
+r1, r2 = sp.symbols("lambdabar1 lambdabar2", positive=True)
+W = [sp.exp(x) * r / (sp.exp(l1) * r1 + sp.exp(l2) * r2) for x, r in ((l1, r1), (l2, r2))]
+e, kappa, s2_0 = W[0] * v1 + W[1] * v2, W[0] ** 2 + W[1] ** 2, W[0] / r1 + W[1] / r2
+variance = kappa * (kappa * s2_0 + W[0] * v1**2 + W[1] * v2**2 - e**2)
+
+
+# %%
+def one_query(impl, *x):  # six tensors (n,): logits, reliabilities, values of two keys
+    logits, lam_bar, v = (torch.stack(x[i : i + 2], -1) for i in (0, 2, 4))
+    return observe(torch.ones(len(v), 1, 1, 1).double(), logits[:, None, :, None], v[:, None, :, None], lam_bar, scale=1.0, impl=impl)
+
+
+# %%
+for impl in IMPLEMENTATIONS:
+    for formula, name in ((e, "mean"), (1 / variance, "precision"), (1 / kappa, "n_eff")):
+        assert_same(formula, (l1, l2, r1, r2, v1, v2), lambda *x, impl=impl, name=name: getattr(one_query(impl, *x), name).flatten())
+
+# %% [markdown]
 # **The two rungs agree**, in value and in gradient, also with padding, a causal mask and a bias at once (tests/ repeats this at $T = 300$ in float32):
 
 # %%
@@ -439,7 +496,7 @@ ax.legend()
 plt.show()
 
 # %% [markdown]
-# **Information follows context.** In a causal sequence of similar tokens the effective sample size, and with it the observation precision, grows with position. This is what a learned gate cannot know, and what the attention-sink experiment measures.
+# **Information follows context.** In a causal sequence of equally reliable, independent tokens the effective sample size, and with it the observation precision, grows with position. The paper sets this against a learned gate that looks at one token's features and does not change with the length of the context **[P]**.
 
 # %%
 gen = torch.Generator().manual_seed(0)
@@ -480,9 +537,9 @@ test_fail(lambda: observe(one, one, one, torch.ones(1, 3), resolution="full"), c
 # %% [markdown]
 # ## Assumptions, and where they break
 #
-# - *Reliability is one number per token.* $\bar\lambda_j$ averages the precision over features, as in the paper; a token that is sure of half its features and unsure of the rest looks like one that is half sure of all.
-# - *The reliability of $h_j$ stands for that of $v_j = W_V\,\mathrm{norm}(h_j)$.* The value projection mixes and rescales features. That the scale is wrong matters little where scatter dominates ($\kappa S$ against $\kappa^2 s_0^2$), and the learned initial precision can absorb it. This reading is ours.
-# - *No dropout on the weights.* Dropping weights breaks $\sum_j w_{tj} = 1$, on which BLUE rests: the layer of chapter 21 drops features of $e_t$ instead.
+# - *Reliability is one number per token.* $\bar\lambda_j$ averages the precision over features **[P]**; a token that is sure of half its features and unsure of the rest looks like one that is half sure of all.
+# - *The reliability of $h_j$ stands for that of $v_j = W_V\,\mathrm{norm}(h_j)$.* The value projection mixes and rescales features. That the scale is wrong matters little where scatter dominates ($\kappa S$ against $\kappa^2 s_0^2$), and the learned initial precision can absorb it **[D]**.
+# - *No dropout on the weights.* Dropping weights breaks $\sum_j w_{tj} = 1$, on which unbiasedness (chapter 10) rests: the layer of chapter 22 drops features of $e_t$ instead **[D]**.
 # - The blocked rung has no second derivative, and gives no gradient to a floating-point mask; it says so.
 #
 # ## Summary
@@ -497,7 +554,7 @@ test_fail(lambda: observe(one, one, one, torch.ones(1, 3), resolution="full"), c
 #
 # <details><summary>Answer</summary>
 #
-# Scatter is zero, so $1/\lambda_{obs} = \kappa^2/\lambda$, that is $\lambda_{obs} = n^2\lambda$. One factor $n$ comes from averaging $n$ values, the other from finding none that disagrees.
+# Scatter is zero, so $1/\lambda_{\text{obs}} = \kappa^2/\lambda$, that is $\lambda_{\text{obs}} = n^2\lambda$. One factor $n$ comes from averaging $n$ values, the other from finding none that disagrees.
 
 # %%
 ones = torch.ones(1, 1, 5, 2)

@@ -47,7 +47,7 @@ use_style()
 # %% [markdown]
 # ## Into attention: how reliable is a token?
 #
-# The paper's answer is the mean precision over features, one number per token:
+# The paper's answer is the mean precision over features, one number per token **[P]**:
 #
 # $$\bar\lambda_j = \tfrac1d \sum_i \lambda_{ji}. \tag{21.1}$$
 
@@ -64,15 +64,20 @@ def reliability(
 # %%
 reliability(Belief(torch.zeros(1, 2, 2), torch.tensor([[[1.0, 3.0], [0.1, 0.3]]])))
 
+# %%
+lam1, lam2 = sp.symbols("lambda1 lambda2", positive=True)
+assert_same((lam1 + lam2) / 2, (lam1, lam2), lambda *x: reliability(Belief(torch.zeros(()), torch.stack(x, -1)[None]))[0])
+
 
 # %% [markdown]
 # ## Out of attention: from heads to the stream
 #
-# The heads' means leave through the output projection, $o = W_O\,[e_1; \dots; e_H] + c$. A linear map of independent variables adds variances with squared weights:
+# The means of the $H$ heads, one behind the other in a vector $e$, leave through the output projection with matrix $W_O$ and bias $b_O$: feature $i$ of the stream receives $o_i = \sum_k W_{O,ik}\, e_k + b_{O,i}$, where $k$ runs over the value dimensions of all heads.
+# A linear map of independent variables adds variances with squared weights:
 #
-# $$\operatorname{Var}(o_i) = \sum_j W_{O,ij}^2 \,\operatorname{Var}(e_j), \qquad \lambda_{obs,i} = 1/\operatorname{Var}(o_i). \tag{21.2}$$
+# $$\operatorname{Var}(o_i) = \sum_k W_{O,ik}^2 \,\operatorname{Var}(e_k), \qquad \lambda_{\text{obs},i} = 1/\operatorname{Var}(o_i). \tag{21.2}$$
 #
-# The paper says that several heads are supported; that their variances add this way, as if value dimensions were independent, is our choice. For two dimensions SymPy agrees, and shows what the independence leaves out:
+# The paper says that several heads are supported **[P]**; that their variances add this way, as if value dimensions were independent, is our choice **[D]**. The projection also turns the unit [v] into [h]. For two dimensions with correlation $\rho$ SymPy shows what the independence leaves out:
 
 # %%
 w1, w2 = sp.symbols("w1 w2", real=True)
@@ -82,7 +87,7 @@ weights, covariance = sp.Matrix([[w1, w2]]), sp.Matrix([[s1**2, rho * s1 * s2], 
 prove((weights * covariance * weights.T)[0] - (w1**2 * s1**2 + w2**2 * s2**2 + 2 * rho * w1 * w2 * s1 * s2))
 
 # %% [markdown]
-# With $\rho = 0$ this is (21.2). In the isotropic resolution all dimensions of a head share a variance, and their squared weights can be summed first: a $d \times H$ matrix instead of $d\times d$.
+# With $\rho = 0$ this is (21.2). In the isotropic resolution (chapter 20) all dimensions of a head share a variance, and their squared weights can be summed first: a $d \times H$ matrix instead of $d\times d$.
 
 
 # %%
@@ -90,7 +95,7 @@ prove((weights * covariance * weights.T)[0] - (w1**2 * s1**2 + w2**2 * s2**2 + 2
 def project(
     observation: Observation,  # per head
     weight: Float[Tensor, "d hk"],  # W_O
-    bias: Float[Tensor, "d"] | None = None,  # c
+    bias: Float[Tensor, "d"] | None = None,  # b_O
 ) -> Belief:  # e and λ_obs in the residual stream, (b, t, d)
     "Heads to residual stream: means through W_O, variances through its square, (21.2)."
     mean = F.linear(observation.mean.transpose(1, 2).flatten(2), weight, bias)
@@ -102,27 +107,28 @@ def project(
 
 
 # %% [markdown]
-# Formula and function are held together, in value and derivative:
+# Formula and function are held together, in value and derivative. First two heads with one dimension each, then one head with two dimensions that share a variance:
 
 # %%
 v1, v2 = sp.symbols("v1 v2", positive=True)
 
 
 # %%
-def project_two(w1, w2, v1, v2):
-    heads = Observation(torch.zeros(1, 2, len(v1), 1).double(), torch.stack([v1, v2])[None, ..., None].reciprocal(), torch.ones(1, 2, len(v1)))
-    return torch.stack([project(Observation(heads.mean[:, :, [i]], heads.precision[:, :, [i]], None), torch.stack([w1[i], w2[i]])[None]).precision.squeeze() for i in range(len(v1))])
+def projected(heads, w1, w2, *variances):  # numbers
+    precision = 1 / torch.stack(variances)
+    seen = Observation(torch.zeros(1, heads, 1, 2 // heads).double(), precision.view(1, heads, 1, -1), torch.ones(1, heads, 1))
+    return project(seen, torch.stack([w1, w2])[None]).precision.squeeze()
 
 
 # %%
-assert_same(1 / (w1**2 * v1 + w2**2 * v2), (w1, w2, v1, v2), project_two, n=16)
+assert_same(1 / (w1**2 * v1 + w2**2 * v2), (w1, w2, v1, v2), torch.vmap(lambda *x: projected(2, *x)))
+assert_same(1 / ((w1**2 + w2**2) * v1), (w1, w2, v1), torch.vmap(lambda *x: projected(1, *x)))
 
 # %% [markdown]
 # ## The step
 #
-# Everything is here. A layer, between its normalisations, is
-
-# %% [markdown]
+# Everything is here. A layer, between its normalisations, is three lines:
+#
 # ```python
 # observation = project(observe(q, k, v, reliability(belief)), W_O)   # attention observes
 # belief      = update(belief, observation)                          # the residual updates
@@ -139,7 +145,7 @@ class Step(NamedTuple):
 
     prior: Belief  # on entry, (b, t, d)
     observation: Belief  # e and λ_obs in the residual stream, (b, t, d)
-    n_eff: Float[Tensor, "b h t"]  # effective sample size per head
+    n_eff: Float[Tensor, "b h t"]  # effective sample size per head, [1]
     posterior: Belief  # after the residual update
     predicted: Belief  # after the feed-forward network
 
@@ -152,7 +158,8 @@ class Step(NamedTuple):
 # %% [markdown]
 # ## A worked step
 #
-# Four tokens with two features. The third is badly known ($\lambda = 0.1$); the values agree except for the fourth. One head, identity projections, a feed-forward network that does nothing.
+# Four tokens with two features in one causal sequence. The third is badly known ($\lambda = 0.1$), and the fourth contradicts all before it. One head, all projections the identity, a feed-forward network that does nothing, process noise $Q = 0.2$.
+# The identity makes the head report a level, and an update wants the innovation $e = z - h$ (12.3), so the level that each token holds already is subtracted; in a trained layer that is for $W_O$ and the value projection to learn.
 
 # %%
 h = torch.tensor([[[1.0, 0.0], [1.2, 0.1], [0.0, 0.0], [3.0, 2.0]]])
@@ -160,13 +167,15 @@ prior = Belief(h, torch.tensor([1.0, 1.0, 0.1, 1.0])[None, :, None].expand(1, 4,
 heads = prior.mean[:, None]
 
 # %%
-observation = project(observe(heads, heads, heads, reliability(prior), is_causal=True), torch.eye(2))
+seen = observe(heads, heads, heads, reliability(prior), is_causal=True)
+level = project(seen, torch.eye(2))
+observation = level._replace(mean=level.mean - h)
 posterior = update(prior, observation)
 predicted = predict(posterior, torch.zeros_like(h), torch.zeros_like(h), torch.tensor([0.2, 0.2]))
 
 # %%
 #| label: fig-step
-#| fig-cap: "One filter step: the update raises precision (grey to blue), most where the observation (black) is sure; process noise lowers it again, below the bound 1/Q (orange)."
+#| fig-cap: "One filter step: the update adds the precision of the observation (black) to the prior's (grey), and process noise takes part of the sum (blue) back (orange)."
 #| code-fold: true
 fig, ax = plt.subplots()
 for belief, role, label in ((prior, "prior", "prior"), (observation, "observation", "observation"), (posterior, "posterior", "posterior"), (predicted, "baseline", "predicted")):
@@ -176,14 +185,18 @@ ax.legend()
 plt.show()
 
 # %%
-Step(prior, observation, None, posterior, predicted).gain[0, :, 0]
+Step(prior, observation, seen.n_eff, posterior, predicted).gain[0, :, 0]
 
 # %% [markdown]
-# The badly known token has the largest gain: it believes what it sees. That is the mechanism the paper promises for rare items.
+# The badly known token has the largest gain: it believes what it sees. And it is worth a tenth of another token to those who look at it.
+#
+# Does a *rare item* behave like the third token? Not by this arithmetic: that depends on which initial precision the item has learned. The paper reports the opposite, higher initial precision and lower gain for rare items **[P]**. It is a question for the experiments.
 #
 # ## Normalisation in the stream
 #
-# A pre-norm layer normalises only what it feeds to attention and network; the stream itself is untouched. A post-norm layer (BERT4Rec's habit) normalises the stream, and the belief must pass through: by the delta method of chapter 13 precision is divided by the squared diagonal of the norm's Jacobian.
+# A pre-norm layer normalises only what it feeds to attention and network; the stream itself is untouched. A post-norm layer, the older arrangement, normalises the stream, and the belief must pass through. By the delta method of chapter 13, with $J$ now the diagonal of the norm's own Jacobian (13.4), without the 1 of a residual branch **[D]**:
+#
+# $$h \to \operatorname{norm}(h), \qquad \lambda_i \to \frac{\lambda_i}{J_i^2}, \qquad J_i = \frac{\partial \operatorname{norm}(h)_i}{\partial h_i}. \tag{21.3}$$
 
 
 # %%
@@ -197,7 +210,7 @@ def normalise(
     belief: Belief,  # (b, t, d)
     norm: nn.LayerNorm | nn.RMSNorm,  # over the last dimension
 ) -> Belief:
-    "A belief through a norm: precision divided by the squared diagonal of the Jacobian (13.4), which is at least `JACOBIAN_FLOOR`."
+    "A belief through a norm (21.3): precision divided by the squared diagonal of the Jacobian, which is taken to be at least `JACOBIAN_FLOOR`."
     kind = "rms" if isinstance(norm, nn.RMSNorm) else "layer"
     eps = torch.finfo(belief.mean.dtype).eps if norm.eps is None else norm.eps
     jac = norm_jacobian(*standardise(belief.mean, kind, eps), norm.weight, kind)
@@ -209,11 +222,35 @@ spread = Belief(torch.tensor([[[10.0, -10.0, 5.0, -5.0]]]), torch.ones(1, 1, 4))
 normalise(spread, nn.LayerNorm(4)).precision
 
 # %% [markdown]
-# Features spread over ±10 are squeezed into ±1.3: their precision, in units of the squeezed feature, rises accordingly.
-#
+# Features spread over ±10 are squeezed into ±1.3: their precision, in units of the squeezed feature, rises accordingly. The rule is SymPy's derivative of LayerNorm, in value and gradient, with the second feature moved away from the other two:
+
+# %%
+H, lam = sp.symbols("h0:3", real=True), sp.Symbol("lambda", positive=True)
+mean = sum(H) / 3
+first = (H[0] - mean) / sp.sqrt(sum((x - mean) ** 2 for x in H) / 3 + sp.Float(1e-5))
+
+
+# %%
+def through_norm(h0, h1, h2, lam):
+    h = torch.stack([h0, h1, h2], -1)
+    return normalise(Belief(h, lam[:, None].expand_as(h)), nn.LayerNorm(3, dtype=h.dtype)).precision[:, 0]
+
+
+# %%
+formula = (lam / sp.diff(first, H[0]) ** 2).subs(H[1], H[1] + 5)
+assert_same(formula, (*H, lam), lambda h0, h1, h2, lam: through_norm(h0, h1 + 5, h2, lam))
+
+# %% [markdown]
+# Why moved? Where one feature stands alone and all others are equal, the norm maps every height of it to the same value: $J$ is zero, and (21.3) would claim to know that value perfectly. There the floor acts:
+
+# %%
+alone = Belief(torch.tensor([[[9.0, 1.0, 1.0]]]), torch.ones(1, 1, 3))
+normalise(alone, nn.LayerNorm(3, eps=0.0)).precision[0, 0, 0] * JACOBIAN_FLOOR
+
+# %% [markdown]
 # ## The ordinary transformer
 #
-# With $\lambda \equiv 1$ all reliabilities are equal and kriging weights are attention weights; with gain one the update is the plain residual. Here is the first half of that, to the last bit; chapter 22 does a whole encoder.
+# With $\lambda \equiv 1$ all reliabilities are equal and kriging weights are attention weights; with the gain held at one the update is the plain residual **[P]**. Here is the first half of that, up to rounding; chapter 22 does a whole encoder.
 
 # %%
 plain = F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
@@ -222,13 +259,14 @@ torch.testing.assert_close(observe(heads, heads, heads, reliability(certain(h)),
 # %% [markdown]
 # ## Assumptions, and where they break
 #
-# - Heads and value dimensions are treated as independent. Correlated heads that repeat each other are counted twice: $\lambda_{obs}$ is then too large.
-# - The bias $c$ is a constant and has no variance.
+# - Heads and value dimensions are treated as independent. Correlated heads that repeat each other are counted twice: $\lambda_{\text{obs}}$ is then too large (exercise 1).
+# - The bias $b_O$ is a constant and has no variance.
+# - The norm's Jacobian (21.3) is cut to its diagonal, as everywhere in this book.
 #
 # ## Summary
 #
 # - A layer is `observe` → `update` → `predict` on one belief.
-# - Reliability is the mean precision of a token; heads return to the stream through $W_O$ and $W_O^2$.
+# - Reliability is the mean precision of a token; heads return to the stream through $W_O$, their variances through its entries squared.
 # - `Step` keeps what a layer saw, for study.
 #
 # ## Exercises
