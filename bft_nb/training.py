@@ -117,7 +117,8 @@ class TrainingSequences(Dataset):
     def __init__(self, sequences: Any, model: nn.Module):
         self.offsets, self.items = np.asarray(sequences.offsets), np.asarray(sequences.items)
         self.times = times_of(sequences, model)
-        self.model, self.max_length, self.order = model, model.max_length, None
+        self.model, self.max_length = model, model.max_length
+        self.order: LengthBatches | None = None
         lengths = np.diff(self.offsets)
         self.rows = np.flatnonzero(lengths > 1)
         self.lengths = np.minimum(lengths[self.rows] - 1, self.max_length)

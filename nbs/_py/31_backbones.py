@@ -605,7 +605,7 @@ moved_both = (bert_twelve(changed) - bert_twelve(history)).norm(dim=-1).detach()
 
 # %%
 #| label: fig-both-sides
-#| fig-cap: "With BERT4Rec, replacing the item at one position (row) moves the states at all positions (columns), its own most."
+#| fig-cap: "With BERT4Rec, replacing the item at one position (row) moves the states at all positions (columns), in both directions."
 #| code-fold: true
 fig, ax = plt.subplots()
 image = ax.imshow(moved_both, cmap="viridis")
