@@ -5,13 +5,14 @@
 # %% auto #0
 __all__ = ['LEAST_VARIANCE', 'BACKBONES', 'align_left', 'plain_encoder', 'filter_encoder', 'initial_precision', 'check_sizes',
            'next_item', 'Backbone', 'SASRec', 'cloze', 'BERT4Rec', 'pointwise_relevance', 'time_bucket', 'HSTULayer',
-           'pointwise_observe', 'gated_precision', 'BFTHSTULayer', 'HSTUEncoder', 'HSTU']
+           'SignedMoments', 'signed_moments', 'pointwise_observe', 'gated_precision', 'BFTHSTULayer', 'HSTUEncoder',
+           'HSTU']
 
 # %% ../nbs/31_backbones.ipynb #ef1b07d7
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,7 +26,7 @@ from .dynamics import norm_jacobian, propagate, standardise
 from .encoder import BFTEncoder, BFTEncoderLayer, ConstantPrecision, ItemPrecision, MLPPrecision
 from .kalman import at_least_float32, update
 from .layer import Step, normalise, reliability
-from .sandwich import claimed_variance, posterior_variance, sandwich_variance, signed_kappa, signed_weights
+from .sandwich import posterior_variance
 
 # %% ../nbs/31_backbones.ipynb #85161cb2
 def align_left(
@@ -410,24 +411,54 @@ class HSTULayer(nn.Module):
         "Norm, gate and output projection of the heads' sums."
         return self.out_proj(self.dropout(self.norm2(heads.transpose(1, 2).flatten(2)) * u))
 
-# %% ../nbs/31_backbones.ipynb #cccb171d
+# %% ../nbs/31_backbones.ipynb #290f86a9
+class SignedMoments(NamedTuple):
+    "What three products with the weights b = a λ̄ yield; every entry sums over keys."
+
+    b_v: Float[Tensor, "b h t k"]  # Σ b v
+    b: Float[Tensor, "b h t 1"]  # Σ b
+    abs_v: Float[Tensor, "b h t k"]  # Σ |b| v
+    abs: Float[Tensor, "b h t 1"]  # Σ |b|
+    sq_vv: Float[Tensor, "b h t k"]  # Σ b² v²
+    sq_v: Float[Tensor, "b h t k"]  # Σ b² v
+    sq: Float[Tensor, "b h t 1"]  # Σ b²
+    claimed: Float[Tensor, "b h t 1"]  # Σ b²/λ̄
+
+# %% ../nbs/31_backbones.ipynb #14d91eea
+def signed_moments(
+    a: Float[Tensor, "b h t t"],  # relevances of any sign, 0 for j > t
+    lam_bar: Float[Tensor, "b t"],  # reliability λ̄ of each key, > 0
+    v: Float[Tensor, "b h t k"],  # values
+) -> SignedMoments:
+    "The sums from which chapter 14 makes mean, variance and κ."
+    k, lam_bar = v.shape[-1], lam_bar[:, None].unsqueeze(-1)
+    one, b = torch.ones_like(v[..., :1]), a * lam_bar.mT
+    signed, absolute = b @ torch.cat([v, one], -1), b.abs() @ torch.cat([v, one], -1)
+    squared = b.square() @ torch.cat([v.square(), v, one, one / lam_bar], -1)
+    return SignedMoments(*signed.split([k, 1], -1), *absolute.split([k, 1], -1), *squared.split([k, k, 1, 1], -1))
+
+# %% ../nbs/31_backbones.ipynb #d3a6792b
 def pointwise_observe(
     a: Float[Tensor, "b h t t"],  # relevances of any sign, 0 for j > t
     lam_bar: Float[Tensor, "b t"],  # reliability λ̄ of each key, > 0, [h⁻²]
     v: Float[Tensor, "b h t k"],  # values, [v]
     nu0: float = 1.0,  # ν₀ > 0, what the prior is worth in observations
 ) -> Observation:  # float32 or wider; precision 1/`NO_EVIDENCE` and n_eff 0 where no relevance differs from 0
-    "The sum of unnormalised attention (31.6) with its sandwich variance (14.5) [@bft2026]."
+    "The sum of unnormalised attention (31.6) with its sandwich variance (14.2, 14.3, 14.5) [@bft2026]."
     with torch.autocast(v.device.type, enabled=False):
         v, lam_bar = at_least_float32(v), at_least_float32(lam_bar)
-        typical = lam_bar.cumsum(-1) / torch.arange(1, lam_bar.shape[-1] + 1, device=lam_bar.device)
-        a, lam_bar = at_least_float32(a) / typical[:, None, :, None], lam_bar[:, None]
-        b = signed_weights(a, lam_bar)
-        kappa, claimed = signed_kappa(b), claimed_variance(a, lam_bar)
-        variance = posterior_variance(sandwich_variance(a, lam_bar, v), claimed, kappa, nu0)
-        heard = claimed > 0
+        origin = v[..., :1, :].detach()  # residuals do not change; the squares lose less to rounding
+        x = signed_moments(at_least_float32(a), lam_bar, v - origin)
+        typical = (lam_bar.cumsum(-1) / torch.arange(1, lam_bar.shape[-1] + 1, device=v.device))[:, None, :, None]
+        largest, heard = torch.maximum(x.b.square(), x.sq), x.sq > 0
+        safe = torch.where(heard, largest, 1)
+        level = x.abs_v / torch.where(heard, x.abs, 1)
+        centre = level + x.b / safe * (x.b_v - x.b * level)  # (14.3)
+        sandwich = (x.sq_vv - 2 * centre * x.sq_v + centre.square() * x.sq).clamp_min(0)  # (14.2)
+        kappa = torch.where(heard, x.sq / safe, 1)
+        variance = posterior_variance(sandwich, x.claimed, kappa, nu0) / typical.square()
         variance = torch.where(heard, variance, NO_EVIDENCE).clamp(1 / NO_EVIDENCE, NO_EVIDENCE)
-        return Observation(b @ v, variance.reciprocal(), (heard / kappa).squeeze(-1))
+        return Observation((x.b_v + x.b * origin) / typical, variance.reciprocal(), (heard / kappa).squeeze(-1))
 
 # %% ../nbs/31_backbones.ipynb #c41d7945
 LEAST_VARIANCE = 1e-12  # of an observation in the residual stream, [h²]
