@@ -8,14 +8,14 @@ __all__ = ['NO_EVIDENCE', 'HIDDEN', 'BLOCK', 'IMPLEMENTATIONS', 'visible_keys', 
 
 # %% ../nbs/20_attention.ipynb #7fbf1c2d
 from collections.abc import Callable
+from functools import reduce
 from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from .core import check_option
-from .kalman import at_least_float32
+from .core import check_floating, check_option, check_positive, check_precision
 from .kriging import kriging_mean, kriging_variance, kriging_weights
 from .reml import observation_variance, scatter
 
@@ -179,12 +179,17 @@ def check_options(
     check_option("resolution", resolution, ("diagonal", "isotropic"))
     check_option("weights", weights, ("reliability", "precision"))
     check_option("impl", impl, IMPLEMENTATIONS)
-    if not nu0 > 0:
-        raise ValueError(f"nu0 must be positive (prior degrees of freedom), got {nu0}")
+    check_positive("nu0", nu0)
 
 # %% ../nbs/20_attention.ipynb #06c9d29d
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor, lam_bar: Tensor, mask: Tensor | None, is_causal: bool) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v), ("lam_bar", lam_bar)):
+        check_floating(name, x)
+    if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
+        raise ValueError(f"q, k and v must have four dimensions (b, h, t, k), got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}")
     b, h, t, d = q.shape
+    if not d or t and not k.shape[2]:
+        raise ValueError(f"queries need a width and at least one key, got q {tuple(q.shape)} and k {tuple(k.shape)}")
     if k.shape[:2] != (b, h) or k.shape[-1] != d or v.shape[:3] != k.shape[:3]:
         raise ValueError(f"q (b, h, t, k), k (b, h, j, k), v (b, h, j, ·) do not fit: {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}")
     if lam_bar.shape != (b, k.shape[2]):
@@ -207,10 +212,10 @@ def _origin(v: Tensor, mask: Tensor | None) -> Tensor:
 # %% ../nbs/20_attention.ipynb #9b3e20e5
 def _split_mask(mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     "(visible, additive) from a boolean or a floating-point mask."
-    if mask is None or mask.dtype == torch.bool:
+    if mask is None or isinstance(mask, Tensor) and mask.dtype == torch.bool:
         return mask, None
-    if not mask.is_floating_point():
-        raise TypeError(f"mask must be boolean (True = may be seen) or floating point (added to the logits), got {mask.dtype}")
+    if not isinstance(mask, Tensor) or not mask.is_floating_point():
+        raise TypeError(f"mask must be boolean (True = may be seen) or floating point (added to the logits), got {getattr(mask, 'dtype', mask)}")
     if mask.requires_grad:
         raise ValueError("mask requires a gradient, which no implementation of observe gives: pass mask.detach()")
     hidden = mask == -torch.inf
@@ -225,6 +230,15 @@ def _without_evidence(m: Moments, seen: Bool[Tensor, "#b #h t"]) -> Moments:
     )
 
 # %% ../nbs/20_attention.ipynb #8bf4130c
+def _blame(lam_bar: Tensor, **inputs: Tensor | None) -> None:
+    "Raise `ValueError` naming the input that made the weights undefined."
+    check_precision(lam_bar, "lam_bar")
+    for name, x in inputs.items():
+        if x is not None and not torch.isfinite(x).all():
+            raise ValueError(f"{name} must be finite, got {x[~torch.isfinite(x)][0].item()}")
+    raise ValueError("q and k must be small enough for finite logits: their products overflow")
+
+# %% ../nbs/20_attention.ipynb #6a462d8e
 def observe(
     q: Float[Tensor, "b h t k"],  # queries
     k: Float[Tensor, "b h j k"],  # keys
@@ -238,21 +252,27 @@ def observe(
     weights: str = "reliability",  # reading of the weights, chapter 11: "reliability" or "precision"
     nu0: float = 1.0,  # ν₀, degrees of freedom of the prior, > 0
     shift: Tensor | None = None,  # constant near v, broadcasts to it: only rounding depends on it; None: the first visible key
-    impl: str = "blocked",  # a key of `IMPLEMENTATIONS`
+    impl: str = "blocked",  # a key of `IMPLEMENTATIONS`; torch.func transforms need "explicit"
 ) -> Observation:  # in float32 or wider; the mean in v's dtype
     "Self-attention as kriging with a REML observation precision, (20.1) and chapter 11 [@bft2026]. Raises `ValueError` or `TypeError` on input that does not fit."
     check_options(resolution, weights, nu0, impl)
+    if scale is not None:
+        check_positive("scale", scale, zero=True)
     visible, bias = _split_mask(mask)
     _check_shapes(q, k, v, lam_bar, mask, is_causal)
     counts = visible_keys(visible, is_causal, q.shape[2], k.shape[2]).to(q.device)
     with torch.autocast(q.device.type, enabled=False):
-        q = at_least_float32(q) * (q.shape[-1] ** -0.5 if scale is None else scale)
-        origin = at_least_float32(_origin(v, visible) if shift is None else shift.detach())
-        moments = IMPLEMENTATIONS[impl](q, at_least_float32(k), at_least_float32(v) - origin, at_least_float32(lam_bar)[:, None], visible, bias, is_causal, resolution == "diagonal")
+        wide = reduce(torch.promote_types, (x.dtype for x in (q, k, v, lam_bar)), torch.float32)
+        q, k, bias = q.to(wide) * (q.shape[-1] ** -0.5 if scale is None else scale), k.to(wide), None if bias is None else bias.to(wide)
+        origin = (_origin(v, visible) if shift is None else shift.detach()).to(wide)
+        moments = IMPLEMENTATIONS[impl](q, k, v.to(wide) - origin, lam_bar.to(wide)[:, None], visible, bias, is_causal, resolution == "diagonal")
         seen = counts > 0
         if visible is not None:  # else every query sees a key
             moments, origin = _without_evidence(moments, seen), origin * seen.unsqueeze(-1)
         e, s, s2_0, kappa = moments
         keys = counts.clamp_min(1).to(kappa.dtype).unsqueeze(-1) if weights == "precision" else None
-        variance = observation_variance(s, kappa.unsqueeze(-1), s2_0.unsqueeze(-1), nu0, keys)
+        try:
+            variance = observation_variance(s, kappa.unsqueeze(-1), s2_0.unsqueeze(-1), nu0, keys)
+        except ValueError:
+            _blame(lam_bar, q=q, k=k, mask=bias)
         return Observation((e + origin).to(v.dtype), variance.reciprocal(), seen / kappa)

@@ -4,11 +4,12 @@
 
 # %% auto #0
 __all__ = ['LEAST_VARIANCE', 'BACKBONES', 'align_left', 'plain_encoder', 'filter_encoder', 'initial_precision', 'check_sizes',
-           'next_item', 'Backbone', 'SASRec', 'cloze', 'BERT4Rec', 'pointwise_relevance', 'time_bucket', 'HSTULayer',
-           'SignedMoments', 'signed_moments', 'pointwise_observe', 'gated_precision', 'BFTHSTULayer', 'HSTUEncoder',
-           'HSTU']
+           'check_filter_options', 'next_item', 'Backbone', 'SASRec', 'cloze', 'BERT4Rec', 'pointwise_relevance',
+           'time_bucket', 'HSTULayer', 'SignedMoments', 'signed_moments', 'pointwise_observe', 'gated_precision',
+           'BFTHSTULayer', 'HSTUEncoder', 'HSTU']
 
 # %% ../nbs/31_backbones.ipynb #ef1b07d7
+import inspect
 import math
 from collections.abc import Callable
 from functools import partial
@@ -21,7 +22,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from .attention import NO_EVIDENCE, Observation
-from .core import Belief
+from .core import Belief, check_count, check_flag, check_option, check_positive
 from .dynamics import norm_jacobian, propagate, standardise
 from .encoder import BFTEncoder, BFTEncoderLayer, ConstantPrecision, ItemPrecision, MLPPrecision
 from .kalman import at_least_float32, update
@@ -80,16 +81,28 @@ def initial_precision(
     raise ValueError(f'precision must be "item", "mlp" (with precision_init=1) or "constant", got {kind!r} with precision_init={init}')
 
 # %% ../nbs/31_backbones.ipynb #042be670
-def check_sizes(n_items: int, max_length: int, d: int, n_layers: int, n_heads: int, dropout: float) -> None:
-    "Raise `ValueError` for a model that can't be built, naming the argument."
-    sizes = {"n_items": n_items, "max_length": max_length, "d": d, "n_layers": n_layers, "n_heads": n_heads}
+def check_sizes(n_items: int, max_length: int, d: int, n_layers: int, n_heads: int, d_ff: int | None, dropout: float) -> None:
+    "Raise `ValueError` or `TypeError` for a model that can't be built, naming the argument."
+    sizes = {"n_items": n_items, "max_length": max_length, "d": d, "n_layers": n_layers, "n_heads": n_heads, "d_ff": d if d_ff is None else d_ff}
     for name, value in sizes.items():
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
+        check_count(name, value)
     if d % n_heads:
         raise ValueError(f"d must be divisible by n_heads, got d={d} and n_heads={n_heads}")
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout must be in [0, 1), got {dropout}")
+
+# %% ../nbs/31_backbones.ipynb #9a27d11f
+def check_filter_options(
+    options: dict[str, Any],  # of the filtering layers
+    bft: bool,  # are there any?
+    layer: type[nn.Module] = BFTEncoderLayer,  # their class
+) -> None:
+    "Raise `TypeError` for options a plain model can't have, or that the filtering layer does not know."
+    if options and not bft:
+        raise TypeError(f"{', '.join(options)}: options of the filtering layers need bft=True")
+    allowed = [p.name for p in inspect.signature(layer).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    if unknown := [name for name in options if name not in allowed]:
+        raise TypeError(f"unknown option {unknown[0]!r} (allowed: {', '.join(allowed)})")
 
 # %% ../nbs/31_backbones.ipynb #7c24ff14
 def next_item(
@@ -104,6 +117,7 @@ class Backbone(nn.Module, PyTorchModelHubMixin):
     "What the backbones share: items and positions in (31.2), one state per position out, scores against the items' own embedding."
 
     special = 0  # ids after the last item that are not items, each with a position of its own: 1 for a mask
+    filter_layer: type[nn.Module] = BFTEncoderLayer  # whose options `options` are
 
     def __init__(
         self,
@@ -113,6 +127,7 @@ class Backbone(nn.Module, PyTorchModelHubMixin):
         d: int,
         n_layers: int,
         n_heads: int,
+        d_ff: int | None,
         dropout: float,
         bft: bool,
         precision: str,
@@ -120,9 +135,11 @@ class Backbone(nn.Module, PyTorchModelHubMixin):
         options: dict[str, Any],  # of the filtering layers
     ):
         super().__init__()
-        check_sizes(n_items, max_length, d, n_layers, n_heads, dropout)
-        if options and not bft:
-            raise TypeError(f"{', '.join(options)}: options of the filtering layers need bft=True")
+        check_sizes(n_items, max_length, d, n_layers, n_heads, d_ff, dropout)
+        check_flag("bft", bft)
+        check_option("precision", precision, ("item", "mlp", "constant"))
+        check_positive("precision_init", precision_init)
+        check_filter_options(options, bft, self.filter_layer)
         self.n_items, self.max_length, self.bft = n_items, max_length, bft
         self.item_embedding = nn.Embedding(n_items + 1 + self.special, d, padding_idx=0)
         self.position_embedding = nn.Embedding(max_length + self.special, d)
@@ -149,17 +166,29 @@ class Backbone(nn.Module, PyTorchModelHubMixin):
         items = torch.arange(self.n_items + 1, device=self.item_embedding.weight.device)[None]
         return self.precision(items, self.embed_items(items))[0, :, 0]
 
+    def check_ids(self, items: Int[Tensor, "..."], special: int = 0) -> None:
+        "Raise `TypeError` or `ValueError` for ids this model does not know."
+        if not isinstance(items, Tensor) or items.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"items must be a tensor of int64 or int32, got {items.dtype if isinstance(items, Tensor) else type(items).__name__}")
+        wrong = (items < 0) | (items > self.n_items + special)
+        if bool(wrong.any()):
+            raise ValueError(f"items must be ids 0 (padding) or 1..{self.n_items}, got {int(items[wrong][0])}")
+
     def check_items(self, items: Int[Tensor, "b t"]) -> None:
         "Raise `TypeError` or `ValueError` for ids or lengths this model does not know."
-        if items.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"items must be int64 or int32, got {items.dtype}")
+        self.check_ids(items, self.special)
         if items.ndim != 2:
             raise ValueError(f"items must have shape (batch, time), got {tuple(items.shape)}")
         if items.shape[1] > self.max_length + self.special:
             raise ValueError(f"a history of {items.shape[1] - self.special} items is longer than max_length={self.max_length}: keep the most recent ones")
-        wrong = (items < 0) | (items > self.n_items + self.special)
-        if bool(wrong.any()):
-            raise ValueError(f"items must be ids 0 (padding) or 1..{self.n_items}, got {int(items[wrong][0])}")
+
+    def check_histories(self, items: Int[Tensor, "b t"]) -> None:
+        "Raise `TypeError` or `ValueError` for what is no batch of histories of items, each with one position at least."
+        self.check_ids(items)
+        if items.ndim != 2 or not items.shape[1]:
+            raise ValueError(f"items must have shape (batch, time) with one position at least, got {tuple(items.shape)}")
+        if items.shape[1] > self.max_length:
+            raise ValueError(f"a history of {items.shape[1]} items is longer than max_length={self.max_length}: keep the most recent ones")
 
     def training_batch(
         self,
@@ -226,7 +255,8 @@ class Backbone(nn.Module, PyTorchModelHubMixin):
         return hidden.gather(1, back).masked_fill(pad, 0)
 
     def last(self, items: Int[Tensor, "b t"], times: Int[Tensor, "b t"] | None = None) -> Float[Tensor, "b d"]:
-        "State from which the next item is predicted: that of the most recent item; zero for an empty history."
+        "State from which the next item is predicted: that of the most recent item; zero for an empty history. `ValueError` unless there is a position to look at."
+        self.check_histories(items)
         position = torch.arange(items.shape[1], device=items.device)
         index = torch.where(items != 0, position, 0).amax(1)
         return self(items, times)[torch.arange(len(items), device=items.device), index]
@@ -236,8 +266,11 @@ class Backbone(nn.Module, PyTorchModelHubMixin):
         hidden: Float[Tensor, "... d"],  # states, from `forward` or `last`
         items: Int[Tensor, "... v"] | None = None,  # only these items; None: the whole catalogue
     ) -> Float[Tensor, "... v"]:  # $r$ (31.2); without `items`, column i is item i and column 0 is −inf
-        "Scores of items, equation (31.2)."
+        "Scores of items, equation (31.2). `ValueError` for ids or a width the model does not have."
+        if hidden.shape[-1] != self.item_embedding.embedding_dim:
+            raise ValueError(f"hidden must have {self.item_embedding.embedding_dim} features, got shape {tuple(hidden.shape)}")
         if items is not None:
+            self.check_ids(items)
             return (self.item_weights()[items] @ hidden.unsqueeze(-1)).squeeze(-1)
         scores = hidden @ self.item_weights().T
         scores[..., 0] = -torch.inf
@@ -261,8 +294,8 @@ class SASRec(Backbone):
         precision_init: float = 1.0,  # τ at the start; with `bft` only
         **options,  # further arguments of `BFTEncoderLayer`; with `bft` only
     ):
-        build = partial(filter_encoder if bft else plain_encoder, d, n_layers, n_heads, d_ff or d, dropout, **options)
-        super().__init__(build, n_items, max_length, d, n_layers, n_heads, dropout, bft, precision, precision_init, options)
+        build = partial(filter_encoder if bft else plain_encoder, d, n_layers, n_heads, d if d_ff is None else d_ff, dropout, **options)
+        super().__init__(build, n_items, max_length, d, n_layers, n_heads, d_ff, dropout, bft, precision, precision_init, options)
 
     def visible(self, items: Int[Tensor, "b t"], times: Int[Tensor, "b t"] | None) -> dict[str, Any]:
         "Each position looks at itself and back (31.1)."
@@ -311,11 +344,12 @@ class BERT4Rec(Backbone):
         precision_init: float = 1.0,  # τ at the start, also that of the mask; with `bft` only
         **options,  # further arguments of `BFTEncoderLayer`; with `bft` only
     ):
+        check_flag("norm_first", norm_first)
         for name, p in {"mask_probability": mask_probability, "last_probability": last_probability}.items():
             if not 0 <= p <= 1:
                 raise ValueError(f"{name} must be in [0, 1], got {p}")
-        build = partial(filter_encoder if bft else plain_encoder, d, n_layers, n_heads, d_ff or d, dropout, norm_first=norm_first, **options)
-        super().__init__(build, n_items, max_length, d, n_layers, n_heads, dropout, bft, precision, precision_init, options)
+        build = partial(filter_encoder if bft else plain_encoder, d, n_layers, n_heads, d if d_ff is None else d_ff, dropout, norm_first=norm_first, **options)
+        super().__init__(build, n_items, max_length, d, n_layers, n_heads, d_ff, dropout, bft, precision, precision_init, options)
         self.mask, self.mask_probability, self.last_probability = n_items + 1, mask_probability, last_probability
 
     def training_batch(self, sequences: Int[Tensor, "b t"], generator: torch.Generator | None = None) -> tuple[Int[Tensor, "b t"], Int[Tensor, "b t"]]:
@@ -336,9 +370,8 @@ class BERT4Rec(Backbone):
         self,
         items: Int[Tensor, "b t"],  # histories of at most `max_length`, 0 is padding on either side
     ) -> Int[Tensor, "b t1"]:  # left-aligned, each followed by the mask
-        "Histories with a blank for the next item."
-        if items.shape[1] > self.max_length:
-            raise ValueError(f"a history of {items.shape[1]} items is longer than max_length={self.max_length}: keep the most recent ones")
+        "Histories with a blank for the next item; raises what `check_histories` does."
+        self.check_histories(items)
         aligned = nn.functional.pad(align_left(items)[0], (0, 1))
         return aligned.scatter(1, (items != 0).sum(1, keepdim=True), self.mask)
 
@@ -377,8 +410,7 @@ class HSTULayer(nn.Module):
         time_buckets: int = 0,  # intervals of time with a bias; 0: no times
     ):
         super().__init__()
-        if time_buckets < 0:
-            raise ValueError(f"time_buckets must be at least 0, got {time_buckets}")
+        check_count("time_buckets", time_buckets, 0)
         self.n_heads, self.max_length = n_heads, max_length
         self.norm1, self.norm2 = (nn.LayerNorm(d, 1e-6, elementwise_affine=False) for _ in range(2))
         self.in_proj, self.out_proj = nn.Linear(d, 4 * d, bias=False), nn.Linear(d, d)
@@ -499,12 +531,12 @@ class BFTHSTULayer(HSTULayer):
         nu0: float = 1.0,  # ν₀, degrees of freedom of the prior, > 0
     ):
         super().__init__(d, n_heads, max_length, dropout, time_buckets)
-        if process_noise < 0:
-            raise ValueError(f"process_noise must be ≥ 0, got {process_noise}")
-        if not nu0 > 0:
-            raise ValueError(f"nu0 must be positive (prior degrees of freedom), got {nu0}")
+        check_positive("process_noise", process_noise, zero=True)
+        check_positive("nu0", nu0)
+        check_flag("kriging", kriging)
+        check_flag("kalman", kalman)
         self.kriging, self.kalman, self.nu0 = kriging, kalman, nu0
-        start = torch.full((d,), math.log(math.expm1(process_noise)) if process_noise else 0.0)
+        start = torch.full((d,), process_noise + math.log(-math.expm1(-process_noise)) if process_noise else 0.0)
         self.raw_noise = nn.Parameter(start) if process_noise else None
 
     @property
@@ -565,6 +597,8 @@ class HSTUEncoder(nn.Module):
 class HSTU(Backbone):
     "Hierarchical sequential transduction unit [@zhai2024], plain or filtering: causal, unnormalised attention, learns every next item."
 
+    filter_layer = BFTHSTULayer
+
     def __init__(
         self,
         n_items: int,  # items are 1..n_items, 0 is padding
@@ -581,7 +615,7 @@ class HSTU(Backbone):
     ):
         layer = BFTHSTULayer if bft else HSTULayer
         build = lambda: HSTUEncoder([layer(d, n_heads, max_length, dropout, time_buckets, **options) for _ in range(n_layers)], d)
-        super().__init__(build, n_items, max_length, d, n_layers, n_heads, dropout, bft, precision, precision_init, options)
+        super().__init__(build, n_items, max_length, d, n_layers, n_heads, None, dropout, bft, precision, precision_init, options)
         self.time_buckets = time_buckets
 
     def visible(self, items: Int[Tensor, "b t"], times: Int[Tensor, "b t"] | None) -> dict[str, Any]:

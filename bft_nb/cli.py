@@ -5,11 +5,13 @@ and returns an exit status. Exit status: 0 done, 1 a notebook failed, 2 wrong us
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from bft_nb import __version__, runner
+from bft_nb import __version__, recommend_command, runner
+from bft_nb import sweep as sweeps
 
 __all__ = ["COMMANDS", "Command", "main"]
 
@@ -50,8 +52,48 @@ def _run(a: argparse.Namespace) -> int:
     return 0
 
 
+def _sweep_arguments(p: argparse.ArgumentParser) -> None:
+    p.add_argument("grid", help="YAML file with the keys notebook, parameters, grid, exclude, include (see bft_nb/sweep.py)")
+    p.add_argument("-j", "--jobs", type=int, metavar="N", help="runs at a time on this machine (default: 1)")
+    p.add_argument("--out", metavar="DIR", help="where the executed notebooks go (default: runs/ of the checkout)")
+    p.add_argument("--dry-run", action="store_true", help="list the cells and which are done, and stop")
+    p.add_argument("--limit", type=int, metavar="N", help="run at most N of the cells that are not done")
+    p.add_argument("--retry-failed", action="store_true", help="run cells again that failed in an earlier sweep")
+    p.add_argument("--ray", metavar="ADDRESS", help="run on Ray: auto (the cluster this machine belongs to), local (start one here) or an address")
+    p.add_argument("--gpus", type=float, metavar="N", help="with --ray: GPUs of one run (default: 0)")
+    p.add_argument("--cpus", type=float, metavar="N", help="with --ray: CPUs of one run (default: 1)")
+
+
+def _executor(a: argparse.Namespace) -> Callable[[], sweeps.Executor]:
+    "What starts the executor that the arguments ask for; `ValueError` for arguments that do not go together."
+    if a.ray is not None:
+        if a.jobs is not None:
+            raise ValueError("-j is for one machine; with --ray, --cpus and --gpus decide how many run at a time")
+        return lambda: sweeps.OnRay(a.ray, gpus=a.gpus or 0, cpus=1 if a.cpus is None else a.cpus)
+    if a.gpus is not None or a.cpus is not None:
+        raise ValueError("--gpus and --cpus need --ray; without it runs share this machine")
+    jobs = 1 if a.jobs is None else a.jobs
+    # the runs share the cores: without this each would start as many threads as there are cores
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // max(1, jobs))))
+    return lambda: sweeps.Local(jobs)
+
+
+def _sweep(a: argparse.Namespace) -> int:
+    start, planned = _executor(a), sweeps.plans(a.grid, a.out)
+    if a.dry_run:
+        states = sweeps.states(planned)
+        print("\n".join(f"{state:8} {plan.output.stem}" for state, plan in zip(states, planned)))
+        print(f"{len(planned)} cells: " + ", ".join(f"{states.count(s)} {s}" for s in dict.fromkeys(states)))
+        return 0
+    found = sweeps.sweep(planned, start, retry_failed=a.retry_failed, limit=a.limit)
+    print(f"{sweeps.summary(found, len(planned))}\n{planned[0].output.parent}")
+    return int(any(outcome.status == "failed" for _, outcome in found))
+
+
 COMMANDS: dict[str, Command] = {
     "run": Command("run one parameterised notebook", _run_arguments, _run),
+    "sweep": Command("run a grid of parameters of one notebook", _sweep_arguments, _sweep),
+    "recommend": Command("recommend from a CSV or Parquet file of interactions", recommend_command.arguments, recommend_command.run),
 }
 
 
@@ -69,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     a = _parser().parse_args(argv)
     try:
         return COMMANDS[a.command].run(a)
-    except (FileNotFoundError, ValueError, TypeError) as e:
+    except (OSError, ValueError, TypeError) as e:
         print(f"bft {a.command}: {e}", file=sys.stderr)
         return 2
     except runner.RunFailed as e:

@@ -4,15 +4,19 @@ import hashlib
 import http.client
 import os
 import shutil
+import time
 import urllib.request
 import zipfile
+import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from tempfile import NamedTemporaryFile
 from typing import NamedTuple
 
 CHUNK = 1 << 20
+STALE = 3600.0  # a temporary file nobody has written to for this long [s] was left by a process that was killed
+DAMAGED = (zipfile.BadZipFile, zlib.error, EOFError)  # what a broken zip archive raises
 
 
 class Source(NamedTuple):
@@ -49,10 +53,18 @@ def md5_of(path: Path) -> str:
     with open(path, "rb") as f: return hashlib.file_digest(f, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
 
 
+def sweep(folder: Path, pattern: str) -> None:
+    "Remove the temporary files that killed processes left; those still being written to stay."
+    for left in folder.glob(pattern):
+        with suppress(OSError):  # another process may be sweeping, too
+            if time.time() - left.stat().st_mtime > STALE: left.unlink()
+
+
 @contextmanager
 def written(path: Path) -> Iterator[Path]:
     "A temporary path beside `path` that becomes `path` on success and vanishes on any failure."
     path.parent.mkdir(parents=True, exist_ok=True)
+    sweep(path.parent, f".{path.name}.*.part")
     with NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", suffix=".part", delete=False) as f: part = Path(f.name)
     try:
         yield part
@@ -85,8 +97,9 @@ def fetch(source: Source, folder: Path, progress: bool = True, timeout: float = 
     Raises `DownloadError` when the publisher cannot be reached, the file arrives truncated or its checksum is wrong;
     a wrong or truncated file is deleted.
     """
+    if not source.filename: raise DownloadError(f"{source.url!r} names no file")
     path = folder / source.filename
-    if path.exists():
+    if path.is_file():
         try:
             check_md5(path, source.md5)
             return path
@@ -96,7 +109,7 @@ def fetch(source: Source, folder: Path, progress: bool = True, timeout: float = 
         with written(path) as part:
             _stream(source.url, part, progress, timeout)
             check_md5(part, source.md5, source.filename)
-    except (OSError, http.client.HTTPException) as e:
+    except (OSError, http.client.HTTPException, ValueError) as e:
         raise DownloadError(f"could not download {source.url}: {getattr(e, 'reason', e)}") from e
     return path
 
@@ -118,7 +131,7 @@ def unzip(archive: Path, folder: Path) -> Path:
             z.extractall(temporary)
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(temporary, folder)
-    except zipfile.BadZipFile as e:
+    except DAMAGED as e:
         raise DownloadError(f"{archive.name} is not a whole zip archive: {e}") from e
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -133,5 +146,5 @@ def member(archive: Path, name: str):
             for other in z.namelist(): check_member(other)
             if name not in z.namelist(): raise DownloadError(f"{archive.name} holds no {name!r}, it holds {sorted(z.namelist())[:10]}")
             with z.open(name) as f: yield f
-    except zipfile.BadZipFile as e:
+    except DAMAGED as e:
         raise DownloadError(f"{archive.name} is not a whole zip archive: {e}") from e

@@ -8,7 +8,7 @@ __all__ = ['MIN_GROWTH', 'ACTIVATIONS', 'NORMS', 'propagate', 'predict', 'relu_s
            'gated_ffn_jacobian', 'fixed_point']
 
 # %% ../nbs/13_dynamics.ipynb #b91cb63f
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import partial
 from math import pi, sqrt
 
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from .core import Belief
+from .core import Belief, check_not_negative, check_precision
 from .kalman import at_least_float32
 
 # %% ../nbs/13_dynamics.ipynb #37d4a8b2
@@ -29,10 +29,12 @@ def propagate(
     jac: Float[Tensor, "..."],  # J, diagonal of the branch's Jacobian, no unit
     q: Float[Tensor, "..."],  # process noise Q ≥ 0, a variance, [h²]
 ) -> Float[Tensor, "..."]:  # λ'' > 0, at most 1/Q, [h⁻²], float32 or wider
-    "Precision after a step of dynamics (13.2) [@bft2026; @oehlert1992]; (1 + J)² is clamped at `MIN_GROWTH`. The three broadcast."
-    lam = at_least_float32(lam)
+    "Precision after a step of dynamics (13.2) [@bft2026; @oehlert1992]; (1 + J)² is clamped at `MIN_GROWTH`. The three broadcast. `ValueError`, on a CPU, for a negative λ' or Q."
+    lam, q = at_least_float32(lam), at_least_float32(q)
+    check_not_negative(lam, "precision")
+    check_not_negative(q, "process noise")
     growth = (1 + at_least_float32(jac)).square().clamp(min=MIN_GROWTH)
-    return lam / (growth + at_least_float32(q) * lam)
+    return lam / (growth + q * lam)
 
 # %% ../nbs/13_dynamics.ipynb #4039050d
 def predict(
@@ -93,7 +95,7 @@ def _known_name(activation: Callable[[Tensor], Tensor]) -> str | None:
     if isinstance(activation, nn.GELU):
         return "gelu" if activation.approximate == "none" else "gelu_tanh"
     by_type, by_function = {nn.ReLU: "relu", nn.SiLU: "silu"}, {F.relu: "relu", torch.relu: "relu", F.gelu: "gelu", F.silu: "silu"}
-    return by_type.get(type(activation)) or by_function.get(activation)
+    return by_type.get(type(activation)) or (by_function.get(activation) if isinstance(activation, Hashable) else None)
 
 # %% ../nbs/13_dynamics.ipynb #73f74a2c
 def activation_and_slope(
@@ -221,8 +223,10 @@ def fixed_point(
     jac: Float[Tensor, "..."],  # J, no unit
     q: Float[Tensor, "..."],  # process noise Q ≥ 0, [h²]
 ) -> Float[Tensor, "..."]:  # λ*, [h⁻²]; infinite where Q = 0 and |1 + J| ≤ 1
-    "The one positive fixed point (13.8) of observe, update, predict with constant inputs: a scalar Riccati equation [@anderson1979]."
+    "The one positive fixed point (13.8) of observe, update, predict with constant inputs: a scalar Riccati equation [@anderson1979]. `ValueError` unless λ_obs is positive and finite and Q ≥ 0."
     lam_obs, q = at_least_float32(lam_obs), at_least_float32(q)
+    check_precision(lam_obs, "lam_obs")
+    check_not_negative(q, "process noise")
     growth = (1 + at_least_float32(jac)).square().clamp(min=MIN_GROWTH)
     c = growth + q * lam_obs - 1
     root = torch.sqrt(c.square() + 4 * q * lam_obs)

@@ -9,6 +9,7 @@ __all__ = ['PADDING_PRECISION', 'ItemPrecision', 'MLPPrecision', 'ConstantPrecis
 # %% ../nbs/22_encoder.ipynb #a0fa7b1c
 import math
 from collections.abc import Callable, Iterator
+from numbers import Real
 from typing import Any
 
 import torch
@@ -17,9 +18,9 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from .attention import check_options, observe
-from .core import Belief, certain, check_belief, check_option
+from .core import Belief, certain, check_belief, check_count, check_flag, check_option, check_positive
 from .dynamics import ffn_jacobian, predict, standardise
-from .kalman import update
+from .kalman import at_least_float32, update
 from .layer import Step, normalise, project, reliability
 
 # %% ../nbs/22_encoder.ipynb #e97d2023
@@ -35,9 +36,11 @@ class ItemPrecision(nn.Module):
         init: float | Float[Tensor, "v"] = 1.0,  # τ at the start, one for all or one per item, > 0
     ):
         super().__init__()
-        start = torch.full((num_items,), init) if isinstance(init, (int, float)) else init
-        if start.shape != (num_items,) or not bool((start > 0).all()):
-            raise ValueError(f"init must be a positive number or {num_items} of them, got {init!r}")
+        check_count("num_items", num_items)
+        start = torch.full((num_items,), float(init)) if isinstance(init, Real) else init
+        if not isinstance(start, Tensor) or start.shape != (num_items,) or not bool((torch.isfinite(start) & (start > 0)).all()):
+            raise ValueError(f"init must be a positive, finite number or a tensor of {num_items} of them, got {init!r}")
+        start = at_least_float32(start)
         log_tau = torch.cat([start.new_tensor([PADDING_PRECISION]), start]).log()
         self.log_tau = nn.Embedding.from_pretrained(log_tau[:, None], freeze=False, padding_idx=0)
 
@@ -46,7 +49,13 @@ class ItemPrecision(nn.Module):
         items: Int[Tensor, "b t"],  # item of each token
         embedding: Float[Tensor, "b t d"],  # gives width and dtype
     ) -> Float[Tensor, "b t d"]:
-        return self.log_tau(items).exp().expand(embedding.shape)
+        if items.shape != embedding.shape[:-1]:
+            raise ValueError(f"items and embedding must agree in batch and time, got {tuple(items.shape)} and {tuple(embedding.shape)}")
+        try:
+            return at_least_float32(self.log_tau(items)).exp().expand(embedding.shape)
+        except IndexError as error:
+            wrong = items[(items < 0) | (items >= self.log_tau.num_embeddings)][0].item()
+            raise ValueError(f"items must be ids 0 (padding) … {self.log_tau.num_embeddings - 1}, got {wrong}") from error
 
     @property
     def tau(self) -> Float[Tensor, "v"]:
@@ -63,13 +72,15 @@ class MLPPrecision(nn.Module):
         hidden: int = 16,  # width of the network
     ):
         super().__init__()
+        check_count("d_model", d_model)
+        check_count("hidden", hidden)
         self.net = nn.Sequential(nn.Linear(d_model, hidden), nn.GELU(), nn.Linear(hidden, 1))
         nn.init.zeros_(self.net[2].weight)
         nn.init.zeros_(self.net[2].bias)
 
     def forward(self, items: Int[Tensor, "b t"], embedding: Float[Tensor, "b t d"]) -> Float[Tensor, "b t d"]:
         with torch.autocast(embedding.device.type, enabled=False):
-            return self.net(embedding.float()).exp().expand(embedding.shape)
+            return at_least_float32(self.net(embedding.to(self.net[0].weight.dtype))).exp().expand(embedding.shape)
 
 # %% ../nbs/22_encoder.ipynb #6f8c7044
 class ConstantPrecision(nn.Module):
@@ -80,15 +91,16 @@ class ConstantPrecision(nn.Module):
         init: float = 1.0,  # τ at the start, > 0
     ):
         super().__init__()
-        if not init > 0:
-            raise ValueError(f"init must be positive, got {init}")
+        check_positive("init", init)
         self.log_tau = nn.Parameter(torch.tensor(math.log(init)))
 
     def forward(self, items: Int[Tensor, "b t"], embedding: Float[Tensor, "b t d"]) -> Float[Tensor, "b t d"]:
-        return self.log_tau.exp().expand(embedding.shape)
+        return at_least_float32(self.log_tau).exp().expand(embedding.shape)
 
 # %% ../nbs/22_encoder.ipynb #beecf3cd
 def _check_mask(name: str, mask: Tensor, shapes: list[tuple[int, ...]]) -> None:
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(mask).__name__}")
     if tuple(mask.shape) not in shapes:
         raise ValueError(f"{name} must have shape {' or '.join(map(str, shapes))}, got {tuple(mask.shape)}")
     if mask.dtype != torch.bool and not mask.is_floating_point():
@@ -146,17 +158,21 @@ def _network_jacobian(
     return ffn_jacobian(a, w1, w2, layer.activation, norm="layer", xhat=xhat, inv_std=inv_std, norm_weight=norm.weight, a_zero=a_zero)
 
 # %% ../nbs/22_encoder.ipynb #e1255019
-def _batch_first(src: Tensor | Belief, batch_first: bool, precision: Tensor | None = None) -> tuple[Belief, Callable[[Belief], Tensor | Belief]]:
+def _batch_first(src: Tensor | Belief, layer: nn.TransformerEncoderLayer, precision: Tensor | None = None) -> tuple[Belief, Callable[[Belief], Tensor | Belief]]:
     "A belief on (b, t, d), and the way back to the layout and type of `src`."
+    if not isinstance(src, Belief | Tensor):
+        raise TypeError(f"src must be a tensor or a Belief, got {type(src).__name__}")
     if isinstance(src, Belief) and precision is not None:
         raise ValueError("src is a Belief and has a precision: give a tensor with precision=, or a Belief alone")
     belief = src if isinstance(src, Belief) else certain(src) if precision is None else Belief(src, precision)
     check_belief(belief)
     if belief.mean.dim() not in (2, 3):
         raise ValueError(f"src must have two or three dimensions, got shape {tuple(belief.mean.shape)}")
+    if belief.mean.shape[-1] != layer.norm1.normalized_shape[0]:
+        raise ValueError(f"src must have d_model={layer.norm1.normalized_shape[0]} features, got shape {tuple(belief.mean.shape)}")
     if belief.mean.dim() == 2:
         there, back = (lambda x: x.unsqueeze(0)), (lambda x: x.squeeze(0))
-    elif batch_first:
+    elif layer.batch_first:
         there = back = lambda x: x
     else:
         there = back = lambda x: x.transpose(0, 1)
@@ -185,6 +201,15 @@ def _predict_branch(layer: nn.TransformerEncoderLayer, belief: Belief, carry: bo
     with torch.set_grad_enabled(torch.is_grad_enabled() and layer.jacobian == "full"):
         jac = torch.zeros(()) if layer.jacobian == "none" else _network_jacobian(layer, belief.mean, a)
     return predict(belief, delta, jac, layer.process_noise)
+
+# %% ../nbs/22_encoder.ipynb #bd4b0562
+def _check_sizes(d_model: int, nhead: int, dim_feedforward: int, dropout: float) -> None:
+    for name, size in (("d_model", d_model), ("nhead", nhead), ("dim_feedforward", dim_feedforward)):
+        check_count(name, size)
+    if d_model % nhead:
+        raise ValueError(f"d_model must be divisible by nhead, got {d_model} and {nhead}")
+    if not 0 <= dropout <= 1:
+        raise ValueError(f"dropout must lie in 0 … 1, got {dropout}")
 
 # %% ../nbs/22_encoder.ipynb #226bf226
 class BFTEncoderLayer(nn.TransformerEncoderLayer):
@@ -216,10 +241,10 @@ class BFTEncoderLayer(nn.TransformerEncoderLayer):
         nu0: float = 1.0,  # ν₀, degrees of freedom of the prior, > 0
         impl: str = "blocked",  # of `observe`
     ):
-        if d_model % nhead:
-            raise ValueError(f"d_model must be divisible by nhead, got {d_model} and {nhead}")
-        if process_noise < 0:
-            raise ValueError(f"process_noise must be ≥ 0, got {process_noise}")
+        _check_sizes(d_model, nhead, dim_feedforward, dropout)
+        check_flag("kriging", kriging)
+        check_flag("kalman", kalman)
+        check_positive("process_noise", process_noise, zero=True)
         check_option("jacobian", jacobian, ("detached", "full", "none"))
         check_options(resolution, weights, nu0, impl)
         super().__init__(d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps, batch_first, norm_first, bias, device, dtype)
@@ -227,7 +252,7 @@ class BFTEncoderLayer(nn.TransformerEncoderLayer):
         self.batch_first = batch_first
         self.kriging, self.kalman, self.jacobian = kriging, kalman, jacobian
         self.observing: dict[str, Any] = {"resolution": resolution, "weights": weights, "nu0": nu0, "impl": impl}
-        start = torch.full((d_model,), math.log(math.expm1(process_noise)) if process_noise else 0.0, device=device)
+        start = torch.full((d_model,), process_noise + math.log(-math.expm1(-process_noise)) if process_noise else 0.0, device=device)
         self.raw_noise = nn.Parameter(start) if process_noise else None
 
     @property
@@ -243,7 +268,7 @@ class BFTEncoderLayer(nn.TransformerEncoderLayer):
         is_causal: bool = False,  # query t sees keys j ≤ t only; needs no mask
     ) -> Tensor | Belief:  # as `src`
         "One filter step. Raises `ValueError` or `TypeError` for masks that do not fit."
-        belief, restore = _batch_first(src, self.batch_first)
+        belief, restore = _batch_first(src, self)
         step = self.step(belief, src_mask, src_key_padding_mask, is_causal, carry=isinstance(src, Belief))
         return restore(step.predicted)
 
@@ -271,6 +296,10 @@ class BFTEncoder(nn.TransformerEncoder):
     ):
         if not isinstance(encoder_layer, BFTEncoderLayer):
             raise TypeError(f"encoder_layer must be a BFTEncoderLayer, got {type(encoder_layer).__name__}")
+        check_count("num_layers", num_layers)
+        width = encoder_layer.norm1.normalized_shape
+        if norm is not None and (not isinstance(norm, nn.LayerNorm | nn.RMSNorm) or norm.normalized_shape != width):
+            raise TypeError(f"norm must be a LayerNorm or RMSNorm over {width[0]} features, or None, got {norm}")
         super().__init__(encoder_layer, num_layers, norm, enable_nested_tensor=False, mask_check=mask_check)
         if self.layers[-1].raw_noise is not None:
             self.layers[-1].raw_noise.requires_grad_(False)
@@ -286,7 +315,7 @@ class BFTEncoder(nn.TransformerEncoder):
         with_intermediates: bool = False,  # also return one `Step` per layer
     ) -> Tensor | Belief | tuple[Tensor | Belief, list[Step]]:
         "Filter a sequence. Raises `ValueError` or `TypeError` for masks or precisions that do not fit."
-        belief, restore = _batch_first(src, self.layers[0].batch_first, precision)
+        belief, restore = _batch_first(src, self.layers[0], precision)
         steps, carry = [], isinstance(src, Belief) or with_intermediates
         for layer in self.layers:
             steps.append(layer.step(belief, mask, src_key_padding_mask, bool(is_causal), carry or layer is not self.layers[-1]))

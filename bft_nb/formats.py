@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
@@ -44,7 +45,7 @@ def json_lines(path: Path) -> Iterator[dict]:
         with opener(path, "rt", encoding="utf-8") as f:
             for line in f:
                 if line.strip(): yield json.loads(line)
-    except (OSError, EOFError, json.JSONDecodeError) as e:
+    except (OSError, EOFError, zlib.error, ValueError) as e:
         if isinstance(e, FileNotFoundError): raise
         raise DownloadError(f"{path.name} is damaged: {e}") from e
 

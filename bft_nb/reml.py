@@ -10,6 +10,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from .core import check_positive
+
 # %% ../nbs/11_reml.ipynb #31e57b31
 def scatter(
     w: Float[Tensor, "*batch t j"],  # $w$, weights, rows sum to one (or are all zero), [1]
@@ -56,11 +58,6 @@ def reml_mean_variance(
     return S / (keys - 1)
 
 # %% ../nbs/11_reml.ipynb #7b87dbfa
-def _check_nu0(nu0: float) -> None:
-    if not nu0 > 0:
-        raise ValueError(f"nu0 must be positive (prior degrees of freedom), got {nu0}")
-
-# %% ../nbs/11_reml.ipynb #bb8d763e
 def posterior_scale(
     S: Float[Tensor, "*#shape"],  # $S$, from `scatter`, [v²]
     n_eff: Float[Tensor, "*#shape"],  # $n$, effective sample size, at least 1, [1]
@@ -71,7 +68,7 @@ def posterior_scale(
 
     Raises `ValueError` for $n < 1$ (a query that sees no key has no posterior of this form) or $\\nu_0 \\le 0$.
     """
-    _check_nu0(nu0)
+    check_positive("nu0", nu0)
     _check_count(n_eff, 1 - 1e-3, "n_eff must be at least 1")
     return (nu0 * s2_0 + n_eff * S) / (nu0 + n_eff - 1)
 
@@ -87,12 +84,12 @@ def observation_variance(
 
     Raises `ValueError` for $\\kappa$ outside (0, 1], i.e. for weights that do not sum to one, for $\\nu_0 \\le 0$ or for fewer than one key.
     """
-    _check_nu0(nu0)
-    if keys is not None:
-        _check_count(keys, 1.0, "keys must be at least 1")
-        return (nu0 * s2_0 + S) / (nu0 + keys - 1)
+    check_positive("nu0", nu0)
     bad = ~((kappa > 0) & (kappa <= 1 + 1e-3))
     if bad.any():
         raise ValueError(f"kappa must lie in (0, 1], got {kappa[bad][0].item()}: the weights must sum to one and see a key")
+    if keys is not None:
+        _check_count(keys, 1.0, "keys must be at least 1")
+        return (nu0 * s2_0 + S) / (nu0 + keys - 1)
     variance = kappa * (nu0 * kappa * s2_0 + S)
     return variance if nu0 == 1 else variance / (nu0 * kappa + 1 - kappa)

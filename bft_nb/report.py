@@ -62,7 +62,10 @@ def seed_ranks(
     paths = [ranks_path((folder or results_folder()) / "ranks", run, split) for run in runs_of(rows)]
     if not paths:
         raise ValueError("no stored run matches: the rows are empty")
-    return np.stack([load_ranks(p) for p in paths]), load_strata(paths[0])
+    ranks = [load_ranks(p) for p in paths]
+    if len({len(r) for r in ranks}) > 1:
+        raise ValueError(f"the seeds were evaluated on different users: {[len(r) for r in ranks]} of them")
+    return np.stack(ranks), load_strata(paths[0])
 
 
 def compare(

@@ -6,11 +6,15 @@ per-user ranks live beside them (`data/results/ranks/*.npz`), so that two runs c
 
 import csv
 import hashlib
+import io
 import json
 import math
 import os
+import re
 import subprocess
 import tempfile
+import zipfile
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -21,6 +25,7 @@ import numpy as np
 from filelock import FileLock
 
 from bft_nb import __version__
+from bft_nb.download import sweep
 
 COLUMNS = ("exp", "dataset", "model", "params", "seed", "split", "metric", "value", "n", "seconds", "device", "commit", "utc")
 KEY = ("exp", "dataset", "model", "params", "seed")
@@ -112,6 +117,7 @@ def make_rows(metrics: Mapping[str, float], **common: Any) -> list[dict[str, Any
 def _replacing(path: Path) -> Iterator[Path]:
     "A temporary file beside `path` that takes its place when all has gone well, and vanishes when not."
     path.parent.mkdir(parents=True, exist_ok=True)
+    sweep(path.parent, f".{path.name}.?*{path.suffix}")
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=path.suffix, dir=path.parent)
     os.close(handle)
     temporary = Path(name)
@@ -143,7 +149,11 @@ def read_rows(paths: str | Path | Iterable[str | Path]) -> list[dict[str, Any]]:
     paths = [paths] if isinstance(paths, str | Path) else list(paths)
     rows = []
     for path in map(Path, paths):
-        with path.open(newline="", encoding="utf-8") as file:
+        try:
+            text = path.read_text(encoding="utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} is not text in UTF-8: {error}") from error
+        with io.StringIO(text, newline="") as file:
             reader = csv.DictReader(file)
             if tuple(reader.fieldnames or ()) != COLUMNS:
                 raise ValueError(f"{path}: columns must be {', '.join(COLUMNS)}, got {reader.fieldnames}")
@@ -165,7 +175,10 @@ def has_rows(path: str | Path, run: Mapping[str, Any], metrics: Iterable[str] = 
 
 
 def ranks_path(folder: str | Path, run: Mapping[str, Any], split: str = "test") -> Path:
-    "Where the ranks of a run are stored."
+    "Where the ranks of a run are stored; `ValueError` for a name that is no part of a file name."
+    for name in ("exp", "dataset", "model"):
+        if not re.fullmatch(r"[\w.+=-]+", run[name]):
+            raise ValueError(f"{name} is part of a file name and must consist of letters, digits and . + = - _, got {run[name]!r}")
     return Path(folder) / f"{run['exp']}-{run['dataset']}-{run['model']}-{run_key(run)}-{split}.npz"
 
 
@@ -190,10 +203,14 @@ def save_ranks(
 
 
 def _stored(path: str | Path, name: str) -> np.ndarray:
-    with np.load(path, allow_pickle=False) as stored:
-        if name not in stored:
-            raise ValueError(f"{path} holds no {name}, only {', '.join(stored)}")
-        return stored[name].astype(np.int64)
+    try:
+        with np.load(path, allow_pickle=False) as stored:
+            arrays = {key: stored[key] for key in stored}
+    except (ValueError, EOFError, TypeError, zlib.error, zipfile.BadZipFile) as error:
+        raise ValueError(f"{path} is damaged: it must be what save_ranks writes") from error
+    if name not in arrays:
+        raise ValueError(f"{path} holds no {name}, only {', '.join(arrays)}")
+    return arrays[name].astype(np.int64)
 
 
 def load_ranks(path: str | Path) -> np.ndarray:

@@ -2,8 +2,9 @@
 
 `run` is what `bft run`, `make run` and sweeps share. papermill changes the directory of the whole process
 and its kernels share that process's fate, so every run is a child process with absolute paths; a caller that
-wants several at once waits for them in threads. Nothing but the standard library is imported until a
-notebook is opened.
+wants several at once waits for them in threads. The child holds a lock on its output and puts it in place
+itself, so that whoever starts the same run meanwhile waits or goes elsewhere, and it ends when its parent does,
+however that ends. Nothing but the standard library is imported until a notebook is opened.
 """
 
 import contextlib
@@ -11,18 +12,26 @@ import difflib
 import hashlib
 import importlib.util
 import json
+import math
 import os
 import re
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["Run", "RunFailed", "allowed_parameters", "check_parameters", "checkout", "find_notebook", "output_name", "parse_value", "run"]
+__all__ = [
+    "Plan", "Run", "RunFailed", "allowed_parameters", "check_parameters", "checkout", "execute", "find_notebook", "is_running", "output_name", "parse_value",
+    "plan", "run",
+]  # fmt: skip
 
 KERNEL = "python3"
+RAISED, BUSY, KEPT = 3, 75, 76  # exit statuses of the child: a cell raised, someone else is at it, someone else has done it
+STATUS = {0: "done", BUSY: "busy", KEPT: "kept"}
 
 
 class Run(NamedTuple):
@@ -30,12 +39,36 @@ class Run(NamedTuple):
 
     notebook: Path  # what was executed
     output: Path  # the executed notebook, written whole or not at all
-    status: str  # "done", or "kept" if the same run was there already
+    status: str  # "done", "kept" if the same run was there already, "busy" if another process is at it (only where `wait` is false)
     seconds: float  # wall clock
 
 
 class RunFailed(RuntimeError):
     "A cell raised, or the process that ran the notebook died; the message names the cell and the error."
+
+
+class Plan(NamedTuple):
+    "One run: what it executes and where it puts it."
+
+    source: Path
+    parameters: dict[str, Any]
+    output: Path
+    identity: str  # hash of code and parameters: what a stored output must agree with
+
+    def beside(self, end: str) -> Path:
+        "The output's path with `.part` (being written) or `.failed` (a cell raised) before its suffix."
+        return self.output.with_name(f"{self.output.stem}{end}.ipynb")
+
+    @property
+    def lock(self) -> Path:
+        "Locked by the process that executes it; the file stays, and without such a process means nothing."
+        return self.output.parent / ".locks" / f"{self.output.stem}.lock"
+
+    def state(self) -> str:
+        '"done", "failed" or "to do", by the outputs that are there.'
+        if _carries(self.output, self.identity):
+            return "done"
+        return "failed" if _carries(self.beside(".failed"), self.identity) else "to do"
 
 
 def checkout(start: str | Path | None = None) -> Path | None:
@@ -94,6 +127,7 @@ def _need_papermill() -> None:
 def allowed_parameters(notebook: Path) -> dict[str, Any]:
     "Name and default of every parameter in the cell tagged `parameters` (a default that is no literal is given as `...`)."
     _need_papermill()
+    _cells(notebook)
     import ast
     import logging
 
@@ -110,7 +144,7 @@ def allowed_parameters(notebook: Path) -> dict[str, Any]:
 
 
 def _fits(value: Any, default: Any) -> bool:
-    if default is None or default is ... or value is None:
+    if default is None or default is ...:
         return True
     if isinstance(default, bool) or isinstance(value, bool):
         return type(value) is type(default)
@@ -144,14 +178,23 @@ def output_name(stem: str, parameters: Mapping[str, Any] | None = None) -> str:
     return f"{stem}-{plain[:80].rstrip('-,.')}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
+def _cells(notebook: Path) -> list[dict[str, Any]]:
+    "The cells of a notebook file; `ValueError` if it is none."
+    try:
+        content = json.loads(notebook.read_text(encoding="utf-8"))
+        return [{"cell_type": c["cell_type"], "source": c["source"]} for c in content["cells"]]
+    except (ValueError, KeyError, TypeError) as e:
+        raise ValueError(f"{notebook} is not a notebook (nbformat 4): {type(e).__name__}: {e}") from e
+
+
 def _identity(notebook: Path, parameters: Mapping[str, Any]) -> str:
     "Hash of the notebook's code and the parameters: what a kept output must agree with."
-    cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+    cells = _cells(notebook)
     code = ["".join(c["source"]) for c in cells if c["cell_type"] == "code"]
     return hashlib.sha256(json.dumps([code, dict(parameters)], sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _is_kept(output: Path, identity: str) -> bool:
+def _carries(output: Path, identity: str) -> bool:
     try:
         return json.loads(output.read_text(encoding="utf-8"))["metadata"]["bft_run"] == identity
     except (OSError, ValueError, KeyError, TypeError):
@@ -178,27 +221,119 @@ def environment() -> dict[str, str]:
     return {**os.environ, **{k: sep.join(filter(None, [v, os.environ.get(k)])) for k, (v, sep) in first.items()}}
 
 
-def _spawn(spec: Mapping[str, Any], progress: bool, timeout: float | None) -> str:
-    "Run this module as a child on `spec`; what it had to say if it failed, else nothing."
-    sink = None if progress else subprocess.PIPE
+def _end(child: subprocess.Popen) -> None:
+    "Have a child end, and with it its kernel."
+    if child.poll() is None:
+        child.terminate()
+        try:
+            child.wait(timeout=20)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+
+
+def _wait(child: subprocess.Popen, timeout: float | None, stop: threading.Event | None) -> str:
+    "Wait until the child ends by itself; what it wrote to standard error."
+    end = math.inf if timeout is None else time.monotonic() + timeout
+    while True:
+        try:
+            return child.communicate(timeout=timeout if stop is None else 0.5)[1] or ""
+        except subprocess.TimeoutExpired:
+            if stop is not None and stop.is_set():
+                raise RunFailed("stopped") from None
+            if time.monotonic() >= end:
+                raise RunFailed(f"took more than {timeout} s") from None
+
+
+def _spawn(plan: Plan, how: Mapping[str, bool], timeout: float | None, stop: threading.Event | None) -> tuple[int, str]:
+    "Run this module as a child on a plan: its exit status and what it had to say."
+    spec = {**how, "plan": {**plan._asdict(), "source": str(plan.source), "output": str(plan.output)}}
+    sink = None if how["progress"] else subprocess.PIPE
     command = [sys.executable, "-u", "-m", "bft_nb.runner"]
     child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=sink, stderr=sink, text=True, env=environment())
+    # the pipe stays open as long as this process lives: its end is how the child learns that it was killed
+    pipe, child.stdin = child.stdin, None
+    assert pipe is not None
     try:
-        _, err = child.communicate(json.dumps(spec), timeout=timeout)
-    except subprocess.TimeoutExpired:
-        raise RunFailed(f"{Path(spec['notebook']).name}: took more than {timeout} s") from None
-    finally:  # on time-out or Ctrl-C the child, and with it its kernel, ends too
-        if child.poll() is None:
-            child.terminate()
-            try:
-                child.wait(timeout=20)
-            except subprocess.TimeoutExpired:
-                child.kill()
-                child.wait()
-    if child.returncode:
-        lines = (err or "").strip().splitlines()
-        return lines[-1] if lines else f"the process ended with status {child.returncode}"
-    return ""
+        with contextlib.suppress(BrokenPipeError):  # a child that died at once has left its reason on standard error
+            print(json.dumps(spec), file=pipe, flush=True)
+        said = _wait(child, timeout, stop)
+    finally:  # on time-out or Ctrl-C the child ends too
+        _end(child)
+        with contextlib.suppress(BrokenPipeError):
+            pipe.close()
+    return child.returncode, said.strip()
+
+
+def _locked(lock: Path, timeout: float):
+    "The lock of one output; `filelock.Timeout` if another process holds it longer than `timeout` s (-1: any time)."
+    from filelock import FileLock
+
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    return FileLock(lock, timeout=timeout)
+
+
+def is_running(plan: Plan) -> bool:
+    "Is a living process, of this or another sweep, executing this run?"
+    from filelock import Timeout
+
+    try:
+        with _locked(plan.lock, 0) if plan.lock.exists() else contextlib.nullcontext():
+            return False
+    except Timeout:
+        return True
+
+
+def _tidy(plan: Plan) -> None:
+    "Remove what a child that died left half-written, unless somebody is writing it again."
+    from filelock import Timeout
+
+    with contextlib.suppress(Timeout, OSError), _locked(plan.lock, 0):
+        plan.beside(".part").unlink(missing_ok=True)
+
+
+def _why(plan: Plan, status: int, said: str) -> str:
+    "What went wrong, by the traceback or else by the last words of the child."
+    failed = plan.beside(".failed")
+    if status == RAISED:
+        return f"{cell_error(failed) or said} (whole traceback in {failed})"
+    _tidy(plan)
+    return said.splitlines()[-1] if said else f"the process ended with status {status}"
+
+
+def plan(source: Path, parameters: Mapping[str, Any], out: str | Path | None = None, name: str | None = None) -> Plan:
+    "The run of a notebook that was found with parameters that were checked; `out` and `name` as for `run`."
+    folder = Path(out).expanduser().resolve() if out else (checkout() or Path.cwd()) / "runs"
+    if folder.exists() and not folder.is_dir():
+        raise NotADirectoryError(f"out must be a folder, {folder} is a file")
+    stem = name or output_name(source.stem, parameters)
+    return Plan(source, dict(parameters), folder / f"{stem}.ipynb", _identity(source, parameters))
+
+
+def execute(
+    plan: Plan,
+    *,
+    force: bool = False,  # even if it is done
+    retry: bool = True,  # even if it has failed before
+    progress: bool = True,
+    timeout: float | None = None,  # seconds
+    wait: bool = True,  # while another process is at the same run; else the status is "busy"
+    stop: threading.Event | None = None,  # set by another thread: end, with `RunFailed`
+) -> Run:
+    "Execute a plan unless it is done; raises `RunFailed`."
+    start = time.perf_counter()
+    if not force and plan.state() == "done":
+        return Run(plan.source, plan.output, "kept", 0.0)
+    _need_papermill()
+    plan.output.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        status, said = _spawn(plan, {"force": force, "retry": retry, "progress": progress, "wait": wait}, timeout, stop)
+    except RunFailed as e:
+        _tidy(plan)
+        raise RunFailed(f"{plan.source.name}: {e}") from None
+    if status in STATUS:
+        return Run(plan.source, plan.output, STATUS[status], time.perf_counter() - start)
+    raise RunFailed(f"{plan.source.name}: {_why(plan, status, said)}")
 
 
 def run(
@@ -214,59 +349,85 @@ def run(
     """Execute a notebook into `out`, whole or not at all.
 
     The output is written as NAME.part.ipynb and renamed when every cell has run. A run whose notebook code and parameters equal those of
-    the stored output is kept, not repeated (changes of the library are not seen: `force`). If a cell fails, the executed notebook with
-    its traceback is moved to NAME.failed.ipynb and nothing else is left. Raises `FileNotFoundError` (no such notebook), `ValueError`
-    (unknown parameter), `TypeError` (value of another kind than the default), `RunFailed` (a cell raised).
+    the stored output is kept, not repeated (changes of the library are not seen: `force`); one that another process is at is waited for.
+    If a cell fails, the executed notebook with its traceback is moved to NAME.failed.ipynb and nothing else is left. Raises
+    `FileNotFoundError` (no such notebook), `ValueError` (unknown parameter), `TypeError` (value of another kind than the default),
+    `RunFailed` (a cell raised).
     """
     source, given = find_notebook(notebook), dict(parameters or {})
     check_parameters(given, allowed_parameters(source) if given else {})
-    root = checkout()
-    folder = Path(out).expanduser().resolve() if out else (root or Path.cwd()) / "runs"
-    name = name or output_name(source.stem, given)
-    output, part, failed = (folder / f"{name}{end}.ipynb" for end in ("", ".part", ".failed"))
-    identity, start = _identity(source, given), time.perf_counter()
-    if not force and _is_kept(output, identity):
-        return Run(source, output, "kept", 0.0)
-    _need_papermill()
-    folder.mkdir(parents=True, exist_ok=True)
-    spec = {"notebook": str(source), "part": str(part), "parameters": given, "identity": identity, "progress": progress}
-    try:
-        trouble = _spawn(spec, progress, timeout)
-        if not trouble:
-            failed.unlink(missing_ok=True)
-            os.replace(part, output)
-            return Run(source, output, "done", time.perf_counter() - start)
-        where = cell_error(part)
-        if where:
-            os.replace(part, failed)
-        raise RunFailed(f"{source.name}: {where or trouble}" + (f" (whole traceback in {failed})" if where else ""))
-    finally:
-        part.unlink(missing_ok=True)
+    return execute(plan(source, given, out, name), force=force, progress=progress, timeout=timeout)
 
 
-def _child() -> int:
-    "Execute the run described by the JSON on standard input: the only place where papermill runs."
-    import signal
+def _end_with_parent() -> None:
+    "Ask this process to end when standard input does, which is when its parent is no more."
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds, so that the kernel is shut down as well
-    spec = json.load(sys.stdin)
+    def watch() -> None:
+        while os.read(0, 4096):  # not sys.stdin: its lock would be held when the interpreter ends
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(20)
+        os._exit(143)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _execute(plan: Plan, progress: bool) -> int:
+    "Execute the notebook, mark it as this run's and put it where it belongs; the exit status."
     import nbformat
     import papermill as pm
 
-    part = Path(spec["part"])
-    streams = {"stdout_file": sys.stdout, "stderr_file": sys.stderr} if spec["progress"] else {}
+    part, failed, status = plan.beside(".part"), plan.beside(".failed"), 0
+    streams = {"stdout_file": sys.stdout, "stderr_file": sys.stderr} if progress else {}
     try:
         pm.execute_notebook(
-            spec["notebook"], str(part), parameters=spec["parameters"] or None, kernel_name=KERNEL,
-            cwd=str(Path(spec["notebook"]).parent), progress_bar=spec["progress"], **streams,
+            str(plan.source), str(part), parameters=plan.parameters or None, kernel_name=KERNEL,
+            cwd=str(plan.source.parent), progress_bar=progress, **streams,
         )  # fmt: skip
     except pm.PapermillExecutionError as e:
         print(f"{e.ename}: {e.evalue}", file=sys.stderr)
-        return 1
+        status = RAISED
     nb = nbformat.read(part, as_version=4)
-    nb.metadata["bft_run"] = spec["identity"]
+    nb.metadata["bft_run"] = plan.identity
     nbformat.write(nb, part)
-    return 0
+    os.replace(part, failed if status else plan.output)
+    if not status:
+        failed.unlink(missing_ok=True)
+    return status
+
+
+def _under_lock(plan: Plan, spec: Mapping[str, Any]) -> int:
+    "Execute unless another process, before or meanwhile, has."
+    state = plan.state()
+    if state == "done" and not spec["force"]:
+        return KEPT
+    if state == "failed" and not spec["retry"]:
+        return RAISED
+    try:
+        return _execute(plan, spec["progress"])
+    finally:
+        plan.beside(".part").unlink(missing_ok=True)
+
+
+def _child() -> int:
+    "Do the run described by the line of JSON on standard input: the only place where papermill runs."
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds, so that the kernel is shut down as well
+    spec = json.loads(sys.stdin.readline())
+    _end_with_parent()
+    from filelock import Timeout
+
+    where = spec["plan"]
+    plan = Plan(Path(where["source"]), where["parameters"], Path(where["output"]), where["identity"])
+    try:
+        with _locked(plan.lock, 0):
+            return _under_lock(plan, spec)
+    except Timeout:
+        if not spec["wait"]:
+            return BUSY
+    if spec["progress"]:
+        print("another process is executing this run: waiting for it", file=sys.stderr)
+    with _locked(plan.lock, -1):
+        return _under_lock(plan, spec)
 
 
 if __name__ == "__main__":

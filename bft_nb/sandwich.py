@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from .core import check_positive, check_precision
 from .kalman import at_least_float32
 
 # %% ../nbs/14_sandwich.ipynb #81afbf09
@@ -17,7 +18,10 @@ def signed_weights(
     a: Float[Tensor, "*batch t j"],  # relevances, any sign, 0 where masked
     lam_bar: Float[Tensor, "*#batch j"],  # neighbour reliability λ̄ > 0
 ) -> Float[Tensor, "*batch t j"]:  # b = a λ̄, float32 or wider
-    "The weights of an unnormalised attention (14.1). `ValueError` if the numbers of keys differ."
+    "The weights of an unnormalised attention (14.1). `ValueError` if the numbers of keys differ or λ̄ is not positive and finite."
+    check_precision(lam_bar, "lam_bar")
+    if not lam_bar.dim():
+        raise ValueError("lam_bar must have one entry per key, got a single number")
     if a.shape[-1] != lam_bar.shape[-1]:
         raise ValueError(f"a and lam_bar must have the same number of keys, got {a.shape[-1]} and {lam_bar.shape[-1]}")
     return at_least_float32(a) * at_least_float32(lam_bar).unsqueeze(-2)
@@ -79,6 +83,5 @@ def posterior_variance(
     nu0: float = 1.0,  # ν₀ > 0, what the prior is worth in observations
 ) -> Float[Tensor, "*batch t k"]:  # 1/λ_obs, [v²]
     "Sandwich and prior together (14.5). `ValueError` unless ν₀ > 0."
-    if not nu0 > 0:
-        raise ValueError(f"nu0 must be positive, got {nu0}")
+    check_positive("nu0", nu0)
     return (nu0 * kappa * claimed + variance) / (nu0 * kappa + 1 - kappa)

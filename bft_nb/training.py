@@ -12,6 +12,7 @@ import json
 import math
 import shutil
 import tempfile
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +24,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from bft_nb.core import check_count, check_flag, check_positive
+from bft_nb.download import written
 from bft_nb.ranking import ranks
 
 IGNORE = -100  # label of a position without a target (padding); what `transformers` counts as "no label"
@@ -54,6 +57,8 @@ def sampled_softmax(
     softmax's denominator without its target term.
     """
     hidden, weights = hidden.float(), weights.float()
+    if not len(negatives):
+        raise ValueError("negatives must hold one item at least, got none")
     positive = (hidden * weights[targets]).sum(-1)
     own = targets[:, None] == negatives
     logits = (hidden @ weights[negatives].T).masked_fill_(own, -1e9)
@@ -63,6 +68,8 @@ def sampled_softmax(
 
 def draw_negatives(n_items: int, n: int, device: torch.device | str = "cpu") -> Int[Tensor, " n"]:
     "Uniform item ids with replacement, from torch's global generator (which checkpoints save and restore)."
+    check_count("n_items", n_items)
+    check_count("n", n)
     return torch.randint(1, n_items + 1, (n,), device=device)
 
 
@@ -161,6 +168,7 @@ class LengthBatches:
     drop_last = False
 
     def __init__(self, lengths: Int[np.ndarray, " n"], batch_size: int, seed: int = 0, pool: int = 50):
+        check_count("batch_size", batch_size)
         self.lengths, self.batch_size, self.seed, self.pool, self.epoch = np.asarray(lengths), batch_size, seed, pool, 0
 
     def __len__(self) -> int:
@@ -189,7 +197,7 @@ def resolve_device(device: str) -> torch.device:
     available = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
     if device == "auto":
         return torch.device(next(d for d in ("cuda", "mps", "cpu") if available[d]))
-    if device not in available:
+    if not isinstance(device, str) or device not in available:
         raise ValueError(f'device must be "auto", "cpu", "cuda" or "mps", got {device!r}')
     if not available[device]:
         raise ValueError(f"device {device!r} is not available on this machine")
@@ -217,6 +225,7 @@ def evaluate(
     Users are scored in chunks of similar length; no users × items matrix is kept. Histories are cut to the model's
     `max_length`, seen items are those of the whole history.
     """
+    check_count("batch_size", batch_size)
     if device is not None:
         model.to(resolve_device(device) if isinstance(device, str) else device)
     place = next(model.parameters()).device
@@ -225,15 +234,17 @@ def evaluate(
     found, times = torch.empty(len(targets), dtype=torch.int64), times_of(examples.histories, model)
     training = model.training
     model.eval()
-    for start in range(0, len(order), batch_size):
-        rows = order[start : start + batch_size]
-        seen = history_rows(examples.histories, rows)
-        read = [seen_to_input(seen, model.max_length).to(place)]
-        if times is not None:
-            read.append(torch.from_numpy(pad_rows(np.asarray(examples.histories.offsets), times, rows, model.max_length)).to(place))
-        scores = model.scores(model.last(*read)).float()
-        found[rows] = ranks(scores, targets[rows].to(place), seen.to(place) if filter_seen else None).cpu()
-    model.train(training)
+    try:
+        for start in range(0, len(order), batch_size):
+            rows = order[start : start + batch_size]
+            seen = history_rows(examples.histories, rows)
+            read = [seen_to_input(seen, model.max_length).to(place)]
+            if times is not None:
+                read.append(torch.from_numpy(pad_rows(np.asarray(examples.histories.offsets), times, rows, model.max_length)).to(place))
+            scores = model.scores(model.last(*read)).float()
+            found[rows] = ranks(scores, targets[rows].to(place), seen.to(place) if filter_seen else None).cpu()
+    finally:
+        model.train(training)
     return found
 
 
@@ -272,17 +283,44 @@ def parameter_groups(model: nn.Module, lr: float, precision_lr: float | None, we
     return groups
 
 
+def _numbered(out_dir: Path) -> list[Path]:
+    "What `Trainer` calls a checkpoint, newest first; anything else in the folder is not ours."
+    found = [p for p in out_dir.glob("checkpoint-*") if p.is_dir() and p.name.removeprefix("checkpoint-").isdecimal()]
+    return sorted(found, key=lambda p: int(p.name.removeprefix("checkpoint-")), reverse=True)
+
+
+def _has_weights(checkpoint: Path) -> bool:
+    "Are the weights there, and all of them?"
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(checkpoint / "model.safetensors", "pt") as weights:
+            return bool(weights.keys())
+    except (OSError, SafetensorError):
+        return False
+
+
+def _is_whole(checkpoint: Path) -> bool:
+    "Can a run go on from here bit for bit: weights, optimiser, generators and state, and the weights of the best epoch?"
+    random = list(checkpoint.glob("rng_state*.pth"))
+    archives = [checkpoint / "optimizer.pt", checkpoint / "scheduler.pt", *random]
+    try:
+        state = json.loads((checkpoint / "trainer_state.json").read_text())
+        best = checkpoint.parent / Path(state["best_model_checkpoint"]).name
+        known = any("eval_ndcg@10" in row for row in state["log_history"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    return known and bool(random) and all(zipfile.is_zipfile(p) for p in archives) and _has_weights(checkpoint) and _has_weights(best)
+
+
 def last_checkpoint(out_dir: Path) -> str | None:
-    "Newest complete checkpoint; half-written ones (killed while saving) are removed."
-    complete = []
-    for path in out_dir.glob("checkpoint-*"):
-        # `Trainer` writes the state last, so a checkpoint that has a readable one is whole
-        try:
-            json.loads((path / "trainer_state.json").read_text())
-            complete.append(path)
-        except (OSError, json.JSONDecodeError):
-            shutil.rmtree(path)
-    return str(max(complete, key=lambda p: int(p.name.split("-")[1]))) if complete else None
+    "Newest whole checkpoint; half-written and half-deleted ones are removed."
+    found = _numbered(out_dir)
+    whole = [p for p in found if _is_whole(p)]
+    for path in found:
+        if path not in whole:
+            shutil.rmtree(path, ignore_errors=True)  # another process of the same run may be at it, too
+    return str(whole[0]) if whole else None
 
 
 def _settings_hash(model: nn.Module, split: Any, settings: dict[str, Any]) -> str:
@@ -294,12 +332,14 @@ def _settings_hash(model: nn.Module, split: Any, settings: dict[str, Any]) -> st
 
 
 def _check_out_dir(out_dir: Path, key: str) -> None:
-    "Raise `ValueError` if the folder holds a run with other settings."
-    out_dir.mkdir(parents=True, exist_ok=True)
+    "Raise `ValueError` if the folder holds a run with other settings, or of somebody else; `NotADirectoryError` if it is a file."
+    if out_dir.exists() and not out_dir.is_dir():
+        raise NotADirectoryError(f"out_dir must be a folder, {out_dir} is a file")
     mark = out_dir / "settings.hash"
-    if mark.exists() and mark.read_text() != key:
+    if mark.read_text() != key if mark.exists() else _numbered(out_dir):
         raise ValueError(f"{out_dir} holds a run with other settings or data: give another out_dir or remove it")
-    mark.write_text(key)
+    with written(mark) as part:
+        part.write_text(key)
 
 
 def _history(log: list[dict[str, float]]) -> list[dict[str, float]]:
@@ -312,21 +352,34 @@ def _history(log: list[dict[str, float]]) -> list[dict[str, float]]:
 
 
 def _check_settings(settings: dict[str, Any]) -> None:
-    "Raise `ValueError` naming the argument that can't be."
-    for name in ("epochs", "batch_size", "patience", "negatives"):
-        if settings[name] is not None and settings[name] < 1:
-            raise ValueError(f"{name} must be at least 1, got {settings[name]}")
-    for name in ("lr", "precision_lr"):
-        if settings[name] is not None and not settings[name] > 0:
-            raise ValueError(f"{name} must be positive, got {settings[name]}")
+    "Raise `ValueError` or `TypeError` naming the argument that can't be."
+    for name in ("epochs", "batch_size", "patience", "eval_batch_size"):
+        check_count(name, settings[name])
+    if settings["negatives"] is not None:
+        check_count("negatives", settings["negatives"])
+    check_count("seed", settings["seed"], 0)
+    if settings["seed"] >= 2**32:
+        raise ValueError(f"seed must be below 2³², got {settings['seed']}")
+    check_positive("lr", settings["lr"])
+    if settings["precision_lr"] is not None:
+        check_positive("precision_lr", settings["precision_lr"])
+    check_positive("weight_decay", settings["weight_decay"], zero=True)
+    check_flag("filter_seen", settings["filter_seen"])
     if settings["dtype"] not in ("float32", "bfloat16"):
         raise ValueError(f'dtype must be "float32" or "bfloat16", got {settings["dtype"]!r}')
 
 
 def _check_data(model: nn.Module, split: Any) -> None:
-    "Raise `ValueError` unless there is something to learn and the model knows the items."
+    "Raise `ValueError` unless there is something to learn and the model knows the items, `TypeError` for another kind of model or split."
+    if not (hasattr(model, "item_weights") and hasattr(model, "n_items")):
+        raise TypeError(f"model must be a backbone like SASRec, got {type(model).__name__}")
+    if not (hasattr(split, "train") and hasattr(split, "valid")):
+        raise TypeError(f"split must be a Split (of leave_one_out or global_time), got {type(split).__name__}")
     if model.n_items != split.n_items:
         raise ValueError(f"the model's n_items={model.n_items} is not the split's {split.n_items}")
+    items = np.asarray(split.train.items)
+    if len(items) and not 1 <= items.min() <= items.max() <= split.n_items:
+        raise ValueError(f"training items must be ids 1..{split.n_items}, got {items.min()}..{items.max()}")
     if not (np.diff(np.asarray(split.train.offsets)) > 1).any():
         raise ValueError("no training sequence has two or more items, so there is no next item to learn")
     if not len(split.valid.targets):
@@ -362,7 +415,7 @@ def fit(
         seed=seed, epochs=epochs, batch_size=batch_size, lr=lr, precision_lr=precision_lr, weight_decay=weight_decay,
         negatives=negatives, patience=patience, dtype=dtype, filter_seen=filter_seen,
     )  # fmt: skip
-    _check_settings(settings)
+    _check_settings({**settings, "eval_batch_size": eval_batch_size})
     _check_data(model, split)
     place = resolve_device(device)
     with tempfile.TemporaryDirectory() as scratch:
@@ -371,13 +424,23 @@ def fit(
         trainer = _trainer(model, split, folder, place, settings, eval_batch_size, progress)
         checkpoint = last_checkpoint(folder)
         if not (checkpoint and _finished(Path(checkpoint), epochs, patience)):
-            trainer.train(resume_from_checkpoint=checkpoint)
+            _train(trainer, checkpoint)
             state = trainer.state
         else:
             state = _restore_best(Path(checkpoint), model)
         if out_dir is not None and trainer.is_world_process_zero() and hasattr(model, "save_pretrained"):
             model.save_pretrained(folder / "model")
     return _result(state.log_history)
+
+
+def _train(trainer: Any, checkpoint: str | None) -> None:
+    "Run the trainer. A filter refuses the NaN of a diverged model before the loss could show it: that is named what it is."
+    try:
+        trainer.train(resume_from_checkpoint=checkpoint)
+    except ValueError as e:
+        if "finite" not in str(e):
+            raise
+        raise FloatingPointError(f"training diverged after step {trainer.state.global_step}: {e}. Try a smaller lr or precision_lr") from e
 
 
 def _trainer(model, split, folder: Path, place: torch.device, settings: dict[str, Any], eval_batch_size: int, progress: bool):

@@ -580,7 +580,7 @@ def test_time_matters_only_through_its_bias(bft):
 def test_bad_hstu_options():
     with pytest.raises(ValueError, match="time_buckets must be at least 0, got -1"):
         HSTU(5, time_buckets=-1)
-    with pytest.raises(ValueError, match="process_noise must be ≥ 0, got -1"):
+    with pytest.raises(ValueError, match="process_noise must be ≥ 0 and finite, got -1"):
         HSTU(5, bft=True, process_noise=-1.0)
     with pytest.raises(ValueError, match="nu0 must be positive"):
         HSTU(5, bft=True, nu0=0.0)

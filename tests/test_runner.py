@@ -36,6 +36,11 @@ def bft(*args):
     return cli.main(["run", *map(str, args), "--quiet"])
 
 
+def left(out):
+    "What a run leaves; the folder of locks is hidden."
+    return [p for p in out.iterdir() if p.name != ".locks"]
+
+
 def result(path):
     return nbformat.read(path, 4).cells[-1].outputs[0].data["text/plain"]
 
@@ -43,7 +48,7 @@ def result(path):
 def test_success_then_kept_then_forced(notebook, out, capsys):
     args = (notebook, "-p", "lr", "1e-5", "-p", "bft", "true", "--out", out)
     assert bft(*args) == 0
-    (output,) = out.iterdir()
+    (output,) = left(out)
     assert output.name == "little-bft=true,lr=1e-05.ipynb"
     assert result(output) == "(0, 1e-05, True)"  # 1e-05 is a number, as YAML alone would not have it
     written = output.stat().st_mtime_ns
@@ -51,7 +56,7 @@ def test_success_then_kept_then_forced(notebook, out, capsys):
     assert output.stat().st_mtime_ns == written
     assert bft(*args, "--force") == 0
     assert output.stat().st_mtime_ns > written
-    assert list(out.iterdir()) == [output]
+    assert left(out) == [output]
 
 
 def test_a_changed_notebook_is_run_again(notebook, out):
@@ -88,15 +93,15 @@ def test_failure_names_the_cell_and_leaves_nothing_half_written(notebook, out, c
     assert bft(notebook, "-p", "dataset", "broken", "--out", out) == 1
     err = capsys.readouterr().err
     assert "ValueError: asked to fail" in err and "little.ipynb" in err
-    (left,) = out.iterdir()  # the traceback, under a name that says so
-    assert left.name == "little-dataset=broken.failed.ipynb"
-    assert "asked to fail" in runner.cell_error(left)
+    (failed,) = left(out)  # the traceback, under a name that says so
+    assert failed.name == "little-dataset=broken.failed.ipynb"
+    assert "asked to fail" in runner.cell_error(failed)
 
 
 def test_time_out_leaves_nothing(notebook, out):
     with pytest.raises(runner.RunFailed, match="took more than"):
         runner.run(notebook, {"dataset": "slow"}, out=out, progress=False, timeout=3)
-    assert list(out.iterdir()) == []
+    assert left(out) == []
 
 
 @pytest.mark.skipif(os.name == "nt", reason="signals")
@@ -109,7 +114,7 @@ def test_interruption_leaves_nothing(notebook, out):
     os.killpg(child.pid, signal.SIGINT)  # as Ctrl-C does
     assert child.wait(60) == 130
     assert "interrupted" in child.stderr.read()
-    assert list(out.iterdir()) == []
+    assert left(out) == []
 
 
 def test_missing_notebook(tmp_path, capsys, monkeypatch):

@@ -184,7 +184,7 @@ def test_gradcheck():
     [
         (lambda: sandwich_variance(torch.ones(1, 3), torch.ones(2), torch.ones(3, 1)), "a and lam_bar must have the same number of keys, got 3 and 2"),
         (lambda: sandwich_variance(torch.ones(1, 3), torch.ones(3), torch.ones(4, 1)), "a and v must have the same number of keys, got 3 and 4"),
-        (lambda: posterior_variance(torch.ones(1, 1), torch.ones(1, 1), torch.ones(1, 1), nu0=-1.0), "nu0 must be positive, got -1.0"),
+        (lambda: posterior_variance(torch.ones(1, 1), torch.ones(1, 1), torch.ones(1, 1), nu0=-1.0), "nu0 must be positive and finite, got -1.0"),
     ],
 )
 def test_bad_input_is_named(call, message, monkeypatch):

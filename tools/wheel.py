@@ -20,7 +20,7 @@ CFG.read(ROOT / "settings.ini", encoding="utf-8")
 LIB = CFG["DEFAULT"]["lib_path"]
 LAST_OF_THE_LAYER = 22  # chapters up to this number work with `requirements` alone,
 NOT_THE_LAYER = {"symbolic", "figures"}  # but for the book's own tools
-PLAIN = {"runner", "cli"}
+PLAIN = {"runner", "sweep", "cli"}
 
 
 def exported():
@@ -56,10 +56,16 @@ def contents(wheel):
     yield from (f"{n} is missing" for n in sorted(have - set(names)))
 
 
-def example():
-    "the first Python block of README.md"
-    m = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
-    return m[1] if m else ""
+def example(word=""):
+    "the first Python block of README.md that holds a word"
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    return next((b for b in blocks if word in b), "")
+
+
+def interactions(path):
+    "a small table for the README's recommender: sixty users who walk along a ring of items"
+    lines = ["user,item,timestamp", *(f"u{u},i{(7 * u + t) % 24:02d},{t}" for u in range(60) for t in range(5 + u % 4))]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def main():
@@ -72,7 +78,8 @@ def main():
         env = tmp / "venv"
         subprocess.run([sys.executable, "-m", "venv", env], check=True)
         python = env / "bin" / "python"
-        subprocess.run([python, "-m", "pip", "install", "-q", *shlex.split(os.environ.get("PIP_ARGS", "")), "-c", ROOT / "constraints.txt", wheel], check=True)
+        pip = [python, "-m", "pip", "install", "-q", *shlex.split(os.environ.get("PIP_ARGS", "")), "-c", ROOT / "constraints.txt"]
+        subprocess.run([*pip, wheel], check=True)
         modules = [m for m, n in exported().items() if n <= LAST_OF_THE_LAYER and m not in NOT_THE_LAYER]
         names = [f"{LIB}.{m}" for m in [*modules, *sorted(PLAIN)]]
         code = f"import importlib, sys\nfor m in {names!r}: importlib.import_module(m)\n"
@@ -82,7 +89,21 @@ def main():
             if r.returncode:
                 print(f"in an empty environment: {r.stderr.strip()}")
                 return 1
-        print(f"{wheel.name}: in an empty environment {', '.join(names)} import" + (" and the example of the README runs" if "encoder" in modules else ""))
+        print(f"{wheel.name}: in an empty environment {', '.join(names)} import" + (" and the example of the README runs" if "encoder" in modules else ""), flush=True)
+        return recommend(python, pip, wheel, tmp) if "recommender" in exported() else 0
+
+
+def recommend(python, pip, wheel, tmp):
+    "the same environment with the extra `rec`: the README's recommender, and the command"
+    subprocess.run([*pip, f"{wheel}[rec]"], check=True)
+    interactions(tmp / "interactions.csv")
+    command = [python.parent / "bft", "recommend", "interactions.csv", "-o", "out.parquet", "--timestamp", "timestamp", "--epochs", "1", "--quiet"]
+    for cmd in ([python, "-I", "-c", example("Recommender")], command):
+        r = subprocess.run(cmd, cwd=tmp, capture_output=True, text=True)
+        if r.returncode:
+            print(f"with [rec]: {r.stderr.strip()}")
+            return 1
+    print(f"{wheel.name}[rec]: the recommender of the README trains, saves, loads, recommends and explains; bft recommend works")
     return 0
 
 

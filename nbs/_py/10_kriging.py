@@ -129,6 +129,8 @@ def kriging_weights(
     check_precision(lam_bar, "lam_bar")
     if lam_bar.shape[-1:] != logits.shape[-1:]:
         raise ValueError(f"lam_bar needs one entry per key, got {tuple(lam_bar.shape)} for logits of shape {tuple(logits.shape)}")
+    if any(m not in (1, n) for m, n in zip(reversed(lam_bar.shape[:-1]), reversed(logits.shape[:-2]), strict=False)):
+        raise ValueError(f"lam_bar of shape {tuple(lam_bar.shape)} does not broadcast to logits of shape {tuple(logits.shape)}")
     scores = logits.to(torch.promote_types(logits.dtype, torch.float32)) + lam_bar.log().unsqueeze(-2)
     if mask is None:
         return scores.softmax(-1)
@@ -420,6 +422,8 @@ def ordinary_kriging_weights(
 
     Raises `ValueError` unless the covariance is symmetric and positive definite.
     """
+    if cov.dim() < 2 or not cov.shape[-1] or cov.shape[-1] != cov.shape[-2]:
+        raise ValueError(f"cov must be square with at least one neighbour, got shape {tuple(cov.shape)}")
     factor, failed = torch.linalg.cholesky_ex(cov)
     if failed.any() or not torch.allclose(cov, cov.mT):
         raise ValueError(f"cov must be symmetric and positive definite, got {cov.tolist()}")

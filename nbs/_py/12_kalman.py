@@ -25,7 +25,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from bft_nb.core import Belief
+from bft_nb.core import Belief, check_not_negative, check_precision
 
 # %%
 import matplotlib.pyplot as plt
@@ -142,7 +142,9 @@ prove((h + K_min * z) - mode - K_min * h)
 def at_least_float32(
     x: Float[Tensor, "..."],  # any shape and floating dtype
 ) -> Float[Tensor, "..."]:  # float32 if `x` was narrower, else as it was
-    "Where precisions are computed: bfloat16 would lose updates below 1/256 of the total."
+    "Where precisions are computed: bfloat16 would lose updates below 1/256 of the total. `TypeError` unless `x` is a tensor."
+    if not isinstance(x, Tensor):
+        raise TypeError(f"a tensor is needed, got {x!r}")
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -156,7 +158,7 @@ def gain(
     lam: Float[Tensor, "..."],  # prior precision λ, [h⁻²]
     lam_obs: Float[Tensor, "..."],  # observation precision λ_obs ≥ 0, [h⁻²]
 ) -> Float[Tensor, "..."]:  # K in [0, 1], no unit, float32 or wider
-    "The Kalman gain (12.1), elementwise [@kalman1960; @bft2026]: the share of the innovation to believe."
+    "The Kalman gain (12.1), elementwise [@kalman1960; @bft2026]: the share of the innovation to believe. Signs are `update`'s to check."
     lam, lam_obs = at_least_float32(lam), at_least_float32(lam_obs)
     return lam_obs / (lam + lam_obs)
 
@@ -217,9 +219,14 @@ plt.show()
 # %%
 #| exports
 def _check_update(prior: Belief, observation: Belief) -> None:
+    for belief in (prior, observation):
+        if not isinstance(belief, Belief):
+            raise TypeError(f"update takes two Beliefs, got {type(belief).__name__}")
     shapes = {tuple(x.shape) for x in (*prior, *observation)}
     if len(shapes) > 1:
         raise ValueError(f"prior and observation must have one shape, means and precisions alike, got {sorted(shapes)}")
+    check_not_negative(prior.precision, "prior precision")
+    check_not_negative(observation.precision, "observation precision")
 
 
 # %%
@@ -230,7 +237,7 @@ def update(
 ) -> Belief:  # h' in the dtype of h, λ' in float32 or wider
     """The Kalman update (12.4) of a diagonal belief [@kalman1960; @bft2026].
 
-    `ValueError` if the four tensors do not have one shape."""
+    `ValueError` if the four tensors do not have one shape or, on a CPU, a precision is negative or NaN."""
     _check_update(prior, observation)
     lam, lam_obs = at_least_float32(prior.precision), at_least_float32(observation.precision)
     moved = at_least_float32(prior.mean) + gain(lam, lam_obs) * at_least_float32(observation.mean)
@@ -317,7 +324,9 @@ def joseph_precision(
     lam_obs: Float[Tensor, "..."],  # observation precision λ_obs > 0, [h⁻²]
     applied: Float[Tensor, "..."],  # the gain that was really used, any number
 ) -> Float[Tensor, "..."]:  # posterior precision, at most λ + λ_obs, [h⁻²]
-    "Precision after an update with any gain (12.5), Joseph's form [@bucy1968]; equals λ + λ_obs at the optimal gain."
+    "Precision after an update with any gain (12.5), Joseph's form [@bucy1968]; equals λ + λ_obs at the optimal gain. `ValueError` unless λ and λ_obs are positive and finite."
+    check_precision(lam, "lam")
+    check_precision(lam_obs, "lam_obs")
     lam, lam_obs, applied = at_least_float32(lam), at_least_float32(lam_obs), at_least_float32(applied)
     return 1 / ((1 - applied) ** 2 / lam + applied**2 / lam_obs)
 

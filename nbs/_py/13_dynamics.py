@@ -20,7 +20,7 @@
 
 # %%
 #| exports
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import partial
 from math import pi, sqrt
 
@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from bft_nb.core import Belief
+from bft_nb.core import Belief, check_not_negative, check_precision
 from bft_nb.kalman import at_least_float32
 
 # %%
@@ -131,10 +131,12 @@ def propagate(
     jac: Float[Tensor, "..."],  # J, diagonal of the branch's Jacobian, no unit
     q: Float[Tensor, "..."],  # process noise Q ≥ 0, a variance, [h²]
 ) -> Float[Tensor, "..."]:  # λ'' > 0, at most 1/Q, [h⁻²], float32 or wider
-    "Precision after a step of dynamics (13.2) [@bft2026; @oehlert1992]; (1 + J)² is clamped at `MIN_GROWTH`. The three broadcast."
-    lam = at_least_float32(lam)
+    "Precision after a step of dynamics (13.2) [@bft2026; @oehlert1992]; (1 + J)² is clamped at `MIN_GROWTH`. The three broadcast. `ValueError`, on a CPU, for a negative λ' or Q."
+    lam, q = at_least_float32(lam), at_least_float32(q)
+    check_not_negative(lam, "precision")
+    check_not_negative(q, "process noise")
     growth = (1 + at_least_float32(jac)).square().clamp(min=MIN_GROWTH)
-    return lam / (growth + at_least_float32(q) * lam)
+    return lam / (growth + q * lam)
 
 
 # %%
@@ -288,7 +290,7 @@ def _known_name(activation: Callable[[Tensor], Tensor]) -> str | None:
     if isinstance(activation, nn.GELU):
         return "gelu" if activation.approximate == "none" else "gelu_tanh"
     by_type, by_function = {nn.ReLU: "relu", nn.SiLU: "silu"}, {F.relu: "relu", torch.relu: "relu", F.gelu: "gelu", F.silu: "silu"}
-    return by_type.get(type(activation)) or by_function.get(activation)
+    return by_type.get(type(activation)) or (by_function.get(activation) if isinstance(activation, Hashable) else None)
 
 
 # %%
@@ -730,8 +732,10 @@ def fixed_point(
     jac: Float[Tensor, "..."],  # J, no unit
     q: Float[Tensor, "..."],  # process noise Q ≥ 0, [h²]
 ) -> Float[Tensor, "..."]:  # λ*, [h⁻²]; infinite where Q = 0 and |1 + J| ≤ 1
-    "The one positive fixed point (13.8) of observe, update, predict with constant inputs: a scalar Riccati equation [@anderson1979]."
+    "The one positive fixed point (13.8) of observe, update, predict with constant inputs: a scalar Riccati equation [@anderson1979]. `ValueError` unless λ_obs is positive and finite and Q ≥ 0."
     lam_obs, q = at_least_float32(lam_obs), at_least_float32(q)
+    check_precision(lam_obs, "lam_obs")
+    check_not_negative(q, "process noise")
     growth = (1 + at_least_float32(jac)).square().clamp(min=MIN_GROWTH)
     c = growth + q * lam_obs - 1
     root = torch.sqrt(c.square() + 4 * q * lam_obs)

@@ -25,6 +25,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from bft_nb.core import check_positive, check_precision
 from bft_nb.kalman import at_least_float32
 
 # %%
@@ -133,7 +134,10 @@ def signed_weights(
     a: Float[Tensor, "*batch t j"],  # relevances, any sign, 0 where masked
     lam_bar: Float[Tensor, "*#batch j"],  # neighbour reliability λ̄ > 0
 ) -> Float[Tensor, "*batch t j"]:  # b = a λ̄, float32 or wider
-    "The weights of an unnormalised attention (14.1). `ValueError` if the numbers of keys differ."
+    "The weights of an unnormalised attention (14.1). `ValueError` if the numbers of keys differ or λ̄ is not positive and finite."
+    check_precision(lam_bar, "lam_bar")
+    if not lam_bar.dim():
+        raise ValueError("lam_bar must have one entry per key, got a single number")
     if a.shape[-1] != lam_bar.shape[-1]:
         raise ValueError(f"a and lam_bar must have the same number of keys, got {a.shape[-1]} and {lam_bar.shape[-1]}")
     return at_least_float32(a) * at_least_float32(lam_bar).unsqueeze(-2)
@@ -355,8 +359,7 @@ def posterior_variance(
     nu0: float = 1.0,  # ν₀ > 0, what the prior is worth in observations
 ) -> Float[Tensor, "*batch t k"]:  # 1/λ_obs, [v²]
     "Sandwich and prior together (14.5). `ValueError` unless ν₀ > 0."
-    if not nu0 > 0:
-        raise ValueError(f"nu0 must be positive, got {nu0}")
+    check_positive("nu0", nu0)
     return (nu0 * kappa * claimed + variance) / (nu0 * kappa + 1 - kappa)
 
 
@@ -377,7 +380,7 @@ V0_room, V_room, posterior_variance(V_room, V0_room, signed_kappa(b_room))
 one_key = torch.tensor([[0.7]])
 only_prior = posterior_variance(sandwich_variance(one_key, torch.tensor([4.0]), v_room[:1]), claimed_variance(one_key, torch.tensor([4.0])), signed_kappa(one_key))
 torch.testing.assert_close(only_prior, torch.tensor([[0.7**2 * 4.0]]))
-test_fail(lambda: posterior_variance(V_room, V0_room, signed_kappa(b_room), nu0=0.0), contains="nu0 must be positive, got 0.0")
+test_fail(lambda: posterior_variance(V_room, V0_room, signed_kappa(b_room), nu0=0.0), contains="nu0 must be positive and finite, got 0.0")
 
 # %% [markdown]
 # A query all of whose keys are masked has $a = 0$: then $e = 0$, and (14.5) gives a variance of zero for a sum of nothing. It is no observation at all; a layer sets $\lambda_{\text{obs}} = 0$ there.

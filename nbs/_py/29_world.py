@@ -330,13 +330,20 @@ def check_sizes(
     n_events: int,
     heterogeneity: float,
     user_spread: float,
+    exponent: float = 0.0,
+    stay: float = 0.0,
+    seed: int = 0,
 ) -> None:
-    "Raise `ValueError` naming the first argument that is out of range."
+    "Raise `ValueError` naming the first argument that is out of range, `TypeError` for sizes that are no whole numbers."
+    for name, value in dict(n_items=n_items, n_clusters=n_clusters, n_users=n_users, n_events=n_events, seed=seed).items():
+        if not isinstance(value, int | np.integer) or isinstance(value, bool): raise TypeError(f"{name} must be a whole number, got {value!r}")
+    if seed < 0: raise ValueError(f"seed must be at least 0, got {seed}")
     if not 1 <= n_clusters <= n_items: raise ValueError(f"n_clusters must lie in 1 … n_items = {n_items}, got {n_clusters}")
     if n_users < 1: raise ValueError(f"n_users must be at least 1, got {n_users}")
     if n_events < 3: raise ValueError(f"n_events must be at least 3 (train, validation and test need one each), got {n_events}")
-    for name, value in (("heterogeneity", heterogeneity), ("user_spread", user_spread)):
-        if not 0 <= value <= 1: raise ValueError(f"{name} must lie in 0 … 1, got {value}")
+    ranges = {"heterogeneity": (heterogeneity, 1), "user_spread": (user_spread, 1), "exponent": (exponent, 20), "stay": (stay, 0.95)}
+    for name, (share, high) in ranges.items():
+        if not 0 <= share <= high: raise ValueError(f"{name} must lie in 0 … {high}, got {share}")
 
 
 # %%
@@ -355,14 +362,14 @@ def make_world(
     two_kinds: bool = False,  # reliability takes two values instead of an even spread
     user_spread: float = 0.5,  # spread of the users' signal share, 0 (all equal) … 1
     exponent: float = 0.8,  # of Zipf's law
-    stay: float = 0.5,  # probability that a user stays in a cluster
+    stay: float = 0.5,  # probability that a user stays in a cluster, at most 0.95: `habits` keeps the rest for jumps
     seed: int = 0,
 ) -> World:  # truth and one draw of events
     """Draw a world and its events; the same arguments give the same world.
 
     Raises `ValueError` for sizes or spreads out of range, naming the value.
     """
-    check_sizes(n_items, n_clusters, n_users, n_events, heterogeneity, user_spread)
+    check_sizes(n_items, n_clusters, n_users, n_events, heterogeneity, user_spread, exponent, stay, seed)
     rng = np.random.default_rng(seed)
     truth = draw_truth(n_items, n_clusters, heterogeneity, two_kinds, exponent, rng)
     mean = float(truth[0] @ truth[1])
@@ -496,7 +503,10 @@ def rate(
     targets: Int[np.ndarray, " m"],  # 1 … n
     k: int = 10,
 ) -> Rate:
-    "HR@k and NDCG@k with full ranking and average tie ranks; `ValueError` where scores are not finite."
+    "HR@k and NDCG@k with full ranking and average tie ranks; `ValueError` where scores are not finite, targets are no items or k is below 1."
+    if k < 1: raise ValueError(f"k must be at least 1, got {k}")
+    if not len(targets) or len(targets) != len(scores): raise ValueError(f"scores and targets must have the same users, one at least, got {len(scores)} and {len(targets)}")
+    if targets.min() < 1 or targets.max() >= scores.shape[1]: raise ValueError(f"targets must be item ids 1 … {scores.shape[1] - 1}, got {targets.min()} … {targets.max()}")
     if not np.isfinite(scores[:, 1:]).all(): raise ValueError("scores must be finite, got NaN or infinity")
     own = np.take_along_axis(scores, targets[:, None], 1)
     rest = scores[:, 1:]

@@ -99,7 +99,8 @@ def from_lengths(
     lengths: Int[np.ndarray, " users"],  # items per user
     items: Int[np.ndarray, " events"],  # all items, user after user
 ) -> Sequences:
-    "Sequences from their lengths."
+    "Sequences from their lengths; `ValueError` where they are negative or do not add up to the number of items."
+    if (lengths < 0).any() or lengths.sum() != len(items): raise ValueError(f"lengths must be ≥ 0 and add up to {len(items)} items, got a sum of {lengths.sum()}, the least {lengths.min(initial=0)}")
     return Sequences(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64), items.astype(np.int32))
 
 
@@ -187,6 +188,7 @@ def check_columns(
     wanted: list[str],  # column names
 ) -> None:
     "Raise `ValueError` for missing columns (naming those found) or an empty frame."
+    if twice := sorted({c for c in wanted if wanted.count(c) > 1}): raise ValueError(f"column {twice[0]!r} is named for two purposes: user, item, timestamp and position are four columns")
     if missing := [c for c in wanted if c not in frame.columns]:
         raise ValueError(f"missing columns {missing}: the frame has {frame.columns}")
     if len(frame) == 0: raise ValueError("the frame is empty: at least one interaction is needed")
@@ -204,6 +206,19 @@ def missing_values(
 
 # %%
 #| exports
+def whole_numbers(
+    values: Shaped[np.ndarray, " rows"],  # numbers, whole ones
+    name: str,  # column
+    what: str,  # for the message
+) -> Int64[np.ndarray, " rows"]:
+    "As int64; `ValueError` naming the first number that does not fit."
+    big = values > np.iinfo(np.int64).max if values.dtype.kind == "u" else np.abs(values) >= 2.0**63 if values.dtype.kind == "f" else np.zeros(len(values), bool)
+    if big.any(): raise ValueError(f"column {name!r} holds {values[big][0]}: {what} must fit into 64 bits")
+    return values.astype(np.int64)
+
+
+# %%
+#| exports
 def id_column(
     frame: nw.DataFrame,
     name: str,  # column
@@ -212,9 +227,11 @@ def id_column(
     column = frame[name]
     if n := missing_values(column): raise ValueError(f"column {name!r} has {n} missing values (null or NaN): every interaction needs an id")
     if column.dtype in (nw.Categorical, nw.Enum): column = column.cast(nw.String)
-    if column.dtype.is_integer(): return column.to_numpy().astype(np.int64)
+    if column.dtype.is_integer(): return whole_numbers(column.to_numpy(), name, "ids")
     values = np.asarray(column.to_list(), dtype=object)
-    if all(isinstance(v, str) for v in values): return values.astype(str)
+    if all(isinstance(v, str) for v in values):
+        if any("\0" in v for v in values): raise ValueError(f"column {name!r} holds an id with a null character, which is lost in storage")
+        return values.astype(str)
     raise TypeError(f"column {name!r} has type {column.dtype}: ids must be integers or strings")
 
 
@@ -228,12 +245,15 @@ def time_column(
     column = frame[name]
     if n := missing_values(column): raise ValueError(f"column {name!r} has {n} missing times (null or NaN)")
     if column.dtype in (nw.Datetime, nw.Date):
-        key = column.cast(nw.Datetime("us")).dt.timestamp("us").to_numpy() if column.dtype == nw.Date else column.dt.timestamp("us").to_numpy()
-        return key, key.astype(np.int64) // 1_000_000
+        if column.dtype == nw.Date: column = column.cast(nw.Datetime("us"))
+        fine = getattr(column.dtype, "time_unit", "us") == "ns"
+        key = column.dt.timestamp("ns" if fine else "us").to_numpy().astype(np.int64)
+        return key, key // (1_000_000_000 if fine else 1_000_000)
     if not column.dtype.is_numeric(): raise TypeError(f"column {name!r} has type {column.dtype}: times must be numbers or dates")
     key = column.to_numpy()
+    if key.dtype.kind not in "iuf": raise TypeError(f"column {name!r} has type {column.dtype}: times must be numbers or dates")
     if not np.isfinite(key).all(): raise ValueError(f"column {name!r} holds an infinite time")
-    return key, np.floor(key).astype(np.int64)
+    return key, whole_numbers(np.floor(key) if key.dtype.kind == "f" else key, name, "times")
 
 
 # %%
@@ -247,9 +267,10 @@ def position_column(
     if n := missing_values(column): raise ValueError(f"column {name!r} has {n} missing positions")
     if not column.dtype.is_numeric(): raise ValueError(f"column {name!r} has type {column.dtype}: positions must be integers ≥ 0")
     value = column.to_numpy()
-    if (bad := (value < 0) | (value != np.floor(value))).any():
+    if value.dtype.kind not in "iuf": raise ValueError(f"column {name!r} has type {column.dtype}: positions must be integers ≥ 0")
+    if (bad := (value < 0) | (value != np.floor(value)) | np.isinf(value)).any():
         raise ValueError(f"column {name!r} holds {value[bad][0]}: positions must be integers ≥ 0")
-    return value.astype(np.int64)
+    return whole_numbers(value, name, "positions")
 
 
 # %% [markdown]
@@ -283,8 +304,10 @@ def from_frame(
 
     Raises `ValueError` for missing columns, an empty frame, missing ids or times, positions that are negative, fractional or repeated within a user; `TypeError` for other types.
     """
-    table = nw.from_native(frame, eager_only=True)
-    check_columns(table, [c for c in (user, item, timestamp, position) if c])
+    try: table = nw.from_native(frame, eager_only=True)
+    except TypeError as e: raise TypeError(f"frame must be a pandas, polars (not lazy) or pyarrow table, got {type(frame).__name__}") from e
+    except nw.exceptions.NarwhalsError as e: raise ValueError(f"the frame's columns must have distinct names: {e}") from e
+    check_columns(table, [user, item, *(c for c in (timestamp, position) if c is not None)])
     user_ids, users = first_appearance(id_column(table, user))
     item_ids, items = np.unique(id_column(table, item), return_inverse=True)
     key, times = time_column(table, timestamp) if timestamp else (np.zeros(len(users)), None)
@@ -342,7 +365,10 @@ def read(
     "Interactions from CSV or Parquet; `FileNotFoundError`, `ValueError` for another kind of file, else as `from_frame`."
     path = Path(path).expanduser()
     if not path.is_file(): raise FileNotFoundError(f"no file {str(path)!r}: give the path of a CSV or Parquet file")
-    table = read_table(path, [user, item])
+    import pyarrow
+
+    try: table = read_table(path, [user, item])
+    except (pyarrow.ArrowException, OSError) as e: raise ValueError(f"{path} cannot be read: {e}") from e
     return from_frame(table, user, item, timestamp, position, name or path.name.split(".")[0])
 
 
@@ -360,6 +386,7 @@ def read_table(
     if not path.name.endswith((".csv", ".csv.gz")): raise ValueError(f"{path.name!r}: expected a name ending in .parquet, .csv or .csv.gz")
     text = pyarrow.csv.ConvertOptions(column_types=dict.fromkeys(ids, pyarrow.string()), strings_can_be_null=True)
     table = pyarrow.csv.read_csv(path, convert_options=text)
+    if twice := sorted({c for c in table.column_names if table.column_names.count(c) > 1}): raise ValueError(f"{path} has the column {twice[0]!r} twice")
     for name in set(ids) & set(table.column_names):
         table = table.set_column(table.column_names.index(name), name, integers_if_faithful(table[name]))
     return table
@@ -532,6 +559,7 @@ def leave_one_out(
     short: str = "error",  # users with fewer: "error" or "drop" (counted in `Split.dropped`)
 ) -> Split:
     "Last item test, last but one validation [@kang2018sasrec]; `ValueError` for users with too few events."
+    if not isinstance(min_events, int | np.integer): raise TypeError(f"min_events must be a whole number, at least 3, got {min_events!r}")
     if min_events < 3: raise ValueError(f"min_events must be at least 3, got {min_events}")
     users = users_with(data, min_events, short)
     sequences = rows(data.timed, users)
@@ -587,7 +615,8 @@ def cut_times(
 ) -> tuple[int, int]:  # moments, unit of `data.times`
     "The two moments of a global split; `ValueError` without times or for quantiles out of order."
     if data.times is None: raise ValueError(f"{data.name!r} has no times: a global split needs them")
-    if not 0 < quantiles[0] < quantiles[1] < 1: raise ValueError(f"quantiles must satisfy 0 < valid < test < 1, got {quantiles}")
+    pair = isinstance(quantiles, tuple | list) and len(quantiles) == 2 and all(isinstance(q, float) for q in quantiles)
+    if not pair or not 0 < quantiles[0] < quantiles[1] < 1: raise ValueError(f"quantiles must satisfy 0 < valid < test < 1, got {quantiles}")
     valid, test = (int(t) for t in np.quantile(data.times, quantiles, method="higher"))
     if valid >= test: raise ValueError(f"validation and test would start at the same time {test}: choose other quantiles than {quantiles}")
     return valid, test
@@ -667,8 +696,11 @@ def popularity_strata(
     counts: Int[np.ndarray, " padded"],  # from `item_counts`
     n: int = 4,  # strata
 ) -> Strata:
-    "Cut items at quantiles of their counts, equal counts together; `ValueError` unless n ≥ 1."
+    "Cut items at quantiles of their counts, equal counts together; `ValueError` unless 1 ≤ n ≤ 127 and there are items, `TypeError` unless counts are whole."
     if n < 1: raise ValueError(f"n must be at least 1, got {n}")
+    if n > 127: raise ValueError(f"n must be at most 127, got {n}")
+    if counts.dtype.kind not in "iu": raise TypeError(f"counts must be whole numbers, got {counts.dtype}")
+    if len(counts) < 2: raise ValueError("counts must hold padding and at least one item, got none")
     edges = np.quantile(counts[1:], np.arange(1, n) / n, method="lower").astype(np.int64)
     stratum = np.searchsorted(edges, counts, side="left").astype(np.int8)
     stratum[0] = -1
@@ -763,7 +795,7 @@ def dataset(
     name: str,
 ) -> Dataset:
     "The registry's entry; `ValueError` naming all entries and the closest."
-    if name in REGISTRY: return REGISTRY[name]
+    if isinstance(name, str) and name in REGISTRY: return REGISTRY[name]
     close = difflib.get_close_matches(str(name), REGISTRY, n=1)
     hint = f", did you mean {close[0]!r}?" if close else ""
     raise ValueError(f"unknown data set {name!r}{hint} (known: {', '.join(REGISTRY)})")
@@ -862,9 +894,12 @@ def prepare(
     import pyarrow.parquet
 
     files = official_files(entry, progress)
-    table = pyarrow.table(formats.by_user(getattr(formats, entry.reader)(files)))
+    names = ", ".join(str(f) for f in files)
+    try: table = pyarrow.table(formats.by_user(getattr(formats, entry.reader)(files)))
+    except (ValueError, TypeError, LookupError) as e:
+        raise DownloadError(f"{names}: not as {entry.page} describes it ({type(e).__name__}: {e}); delete what is damaged and run again") from e
     data = from_frame(table, timestamp="timestamp", position="position", name=entry.name)
-    check_statistics(data, entry, ", ".join(str(f) for f in files))
+    check_statistics(data, entry, names)
     with written(cache_dir() / "rec" / f"{entry.name}.parquet") as part: pyarrow.parquet.write_table(table, part, compression="zstd")
     return data
 

@@ -38,6 +38,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torchmetrics import Metric
 
+from bft_nb.core import check_flag
+
 # %% [markdown]
 # ## The smallest case
 #
@@ -83,6 +85,12 @@ def check_finite(
     scores: Float[Tensor, "b v"],  # column 0 is padding and not looked at
 ) -> None:
     "Raise `ValueError` unless every item's score is finite: NaN compares as neither higher nor lower and would rank first."
+    if not isinstance(scores, Tensor) or not scores.is_floating_point():
+        raise TypeError(f"scores must be a floating-point tensor, got {scores.dtype if isinstance(scores, Tensor) else type(scores).__name__}")
+    if scores.ndim != 2 or scores.shape[1] < 2:
+        raise ValueError(f"scores must have shape (users, items + 1) with one item at least, got {tuple(scores.shape)}")
+    if not len(scores):
+        return
     low, high = scores[:, 1:].aminmax()
     if not bool(torch.isfinite(low) & torch.isfinite(high)):
         bad = int((~torch.isfinite(scores[:, 1:])).sum())
@@ -91,8 +99,29 @@ def check_finite(
 
 # %%
 #| exports
+def check_integers(name: str, x: Int[Tensor, "..."]) -> None:
+    "Raise `TypeError` unless `x` is a tensor of integers."
+    if not isinstance(x, Tensor) or x.is_floating_point() or x.dtype == torch.bool:
+        raise TypeError(f"{name} must be a tensor of integers, got {x.dtype if isinstance(x, Tensor) else type(x).__name__}")
+
+
+# %%
+#| exports
+def check_seen(seen: Int[Tensor, "b s"], n_rows: int, n_columns: int) -> None:
+    "Raise `ValueError` unless there is one row of items (or filler, 0) per row of scores, `TypeError` unless they are integers."
+    check_integers("seen", seen)
+    if seen.ndim != 2 or len(seen) != n_rows:
+        raise ValueError(f"seen must have one row per row of scores, ({n_rows}, any), got {tuple(seen.shape)}")
+    wrong = (seen < 0) | (seen >= n_columns)
+    if bool(wrong.any()):
+        raise ValueError(f"seen must hold item ids 0 (filler) or 1..{n_columns - 1}, got {int(seen[wrong][0])}")
+
+
+# %%
+#| exports
 def check_targets(targets: Int[Tensor, " b"], n_rows: int, n_columns: int) -> None:
-    "Raise `ValueError` unless there is one target per row and each is an item (padding, 0, is none)."
+    "Raise `ValueError` unless there is one target per row and each is an item (padding, 0, is none), `TypeError` unless they are integers."
+    check_integers("targets", targets)
     if targets.shape != (n_rows,):
         raise ValueError(f"targets must have shape ({n_rows},), one per row of scores, got {tuple(targets.shape)}")
     wrong = (targets < 1) | (targets >= n_columns)
@@ -109,12 +138,13 @@ def ranks(
 ) -> Int[Tensor, " b"]:  # from 1 (best); average under ties, a half rounded up
     "Rank of the target among the whole catalogue, equation (32.1); `ValueError` for NaN or infinite scores or targets that are no items."
     check_finite(scores)
-    targets = targets.long()
     check_targets(targets, *scores.shape)
+    targets = targets.long()
     own = scores.gather(1, targets[:, None])
     rivals = scores.clone()
     rivals[:, 0] = -torch.inf
     if seen is not None:
+        check_seen(seen, *scores.shape)
         rivals.scatter_(1, seen.long(), -torch.inf)
     rivals.scatter_(1, targets[:, None], -torch.inf)
     signs = rivals.sub_(own).sign_().sum(1, dtype=torch.float32).long()  # whole numbers, exact up to 2²⁴ items
@@ -208,8 +238,9 @@ class Ranking(Metric):
         **kwargs,  # of `torchmetrics.Metric`
     ):
         super().__init__(**kwargs)
-        if not k or min(k) < 1:
-            raise ValueError(f"k must be positive list lengths, got {tuple(k)}")
+        if not isinstance(k, Sequence) or not k or any(not isinstance(n, int) or n < 1 for n in k):
+            raise ValueError(f"k must be positive list lengths, like (10, 20), got {k!r}")
+        check_flag("filter_seen", filter_seen)
         self.k, self.filter_seen = tuple(k), filter_seen
         for name in ("hits", "gains"):
             self.add_state(name, torch.zeros(len(self.k), dtype=torch.float64), dist_reduce_fx="sum")
@@ -227,13 +258,15 @@ class Ranking(Metric):
             return self.add_ranks(scores)
         if self.filter_seen and seen is None:
             raise ValueError("filter_seen=True needs `seen`, the items of each history")
+        found = ranks(scores, targets, seen if self.filter_seen else None)
         if seen is not None:
+            check_seen(seen, *scores.shape)
             self.repeats += repeated(targets, seen).sum()
-        self.add_ranks(ranks(scores, targets, seen if self.filter_seen else None))
+        self.add_ranks(found)
 
     def add_ranks(self, ranks: Int[Tensor, " b"]) -> None:
         "Add users by their ranks; `ValueError` unless ranks are positive integers."
-        if ranks.is_floating_point() or ranks.ndim != 1 or bool((ranks < 1).any()):
+        if ranks.is_floating_point() or ranks.dtype == torch.bool or ranks.ndim != 1 or bool((ranks < 1).any()):
             raise ValueError(f"ranks must be positive integers of shape (b,), got {ranks.dtype} of shape {tuple(ranks.shape)}")
         self.hits += torch.stack([hit_rate(ranks, k).sum() for k in self.k])
         self.gains += torch.stack([ndcg(ranks, k).sum() for k in self.k])
@@ -242,6 +275,8 @@ class Ranking(Metric):
 
     def compute(self) -> dict[str, Tensor]:
         "Means over users: hr@K, ndcg@K, mrr; and how many users, and how many targets had been seen before."
+        if not self.count:
+            raise ValueError("no user has been ranked: call update first")
         means = {f"hr@{k}": hit / self.count for k, hit in zip(self.k, self.hits, strict=True)}
         means |= {f"ndcg@{k}": gain / self.count for k, gain in zip(self.k, self.gains, strict=True)}
         return means | {"mrr": self.reciprocal / self.count, "n": self.count, "repeats": self.repeats}
@@ -305,6 +340,8 @@ def wilson_interval(
     "Wilson's score interval of a proportion [@wilson1927], by `scipy.stats.binomtest`; (nan, nan) for no trials."
     from scipy.stats import binomtest
 
+    if not 0 <= hits <= n or hits != int(hits) or not 0 < confidence < 1:
+        raise ValueError(f"hits must be whole and lie in 0 … n and confidence in 0 … 1, got {hits} of {n} and {confidence}")
     if n == 0:
         return float("nan"), float("nan")
     interval = binomtest(int(hits), int(n)).proportion_ci(confidence, method="wilson")
@@ -340,6 +377,8 @@ def by_stratum(
     found, groups = torch.as_tensor(ranks), np.asarray(strata)
     if tuple(found.shape) != groups.shape:
         raise ValueError(f"ranks and strata must have one shape, got {tuple(found.shape)} and {groups.shape}")
+    if groups.dtype.kind not in "iu":
+        raise TypeError(f"strata must be integers, got {groups.dtype}")
     rows = []
     for s in np.unique(groups).tolist():
         part = found[torch.from_numpy(groups == s)]
@@ -390,8 +429,12 @@ def paired_bootstrap(
 ) -> dict[str, Difference]:  # keys "all" and, with strata, "0", "1", …
     "Percentile bootstrap over users of the paired difference [@efron1993bootstrap], by `scipy.stats.bootstrap`."
     a, b = torch.as_tensor(ranks_a), torch.as_tensor(ranks_b)
-    if a.ndim == 0 or b.ndim == 0 or a.shape[-1] != b.shape[-1]:
-        raise ValueError(f"ranks must be of the same users, got shapes {tuple(a.shape)} and {tuple(b.shape)}")
+    if a.ndim == 0 or b.ndim == 0 or a.shape[-1] != b.shape[-1] or not a.numel() or not b.numel():
+        raise ValueError(f"ranks must be of the same users, one at least, got shapes {tuple(a.shape)} and {tuple(b.shape)}")
+    if n < 1 or not 0 < confidence < 1:
+        raise ValueError(f"n must be at least 1 and confidence lie in 0 … 1, got {n} and {confidence}")
+    if strata is not None and np.shape(strata) != a.shape[-1:]:
+        raise ValueError(f"strata must have one entry per user, ({a.shape[-1]},), got {np.shape(strata)}")
     difference = (metric(a).reshape(-1, a.shape[-1]).mean(0) - metric(b).reshape(-1, b.shape[-1]).mean(0)).numpy()
     groups = {"all": np.ones(len(difference), dtype=bool)}
     if strata is not None:

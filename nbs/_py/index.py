@@ -56,7 +56,7 @@ gain * 2.0, precision + observed
 # | Preliminaries | 00–03 | Which letters, which value, which tools of proof and drawing? |
 # | I. The filter | 10–14 | What do kriging, restricted likelihood, the Kalman gain and the delta method say about one token? |
 # | II. The layer | 20–22 | How does that become attention, a layer, and a drop-in encoder that is fast enough? |
-# | III. Recommendation | 30–32 | Which data, which model, which numbers may be compared? |
+# | III. Recommendation | 29–33 | Which data, which model, which numbers may be compared, and how sure is a recommendation? |
 # | V. Experiments | | Does it help, where, and does the learned precision mean anything? |
 #
 # Part IV, language models, is not written yet.

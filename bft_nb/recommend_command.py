@@ -1,0 +1,122 @@
+"""`bft recommend`: a CSV or Parquet file of interactions in, recommendations out."""
+
+import argparse
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+SUFFIXES = (".csv", ".parquet")  # of the file that comes out
+
+
+def arguments(p: argparse.ArgumentParser) -> None:
+    "Options of `bft recommend`; importing this module loads nothing heavy."
+    p.add_argument("interactions", help="CSV (.csv, .csv.gz) or Parquet: one row per interaction. With --model: histories to recommend for")
+    p.add_argument("-o", "--out", required=True, metavar="FILE", help="recommendations: a name ending in .csv or .parquet")
+    p.add_argument("--user", default="user", metavar="COLUMN", help="column of users' ids (default: user)")
+    p.add_argument("--item", default="item", metavar="COLUMN", help="column of items' ids (default: item)")
+    p.add_argument("--timestamp", metavar="COLUMN", help="column to order by (default: order of the file)")
+    p.add_argument("--position", metavar="COLUMN", help="column to order by within equal times")
+    p.add_argument("-k", type=int, default=10, help="recommendations per user (default: 10)")
+    p.add_argument("--histories", metavar="FILE", help="recommend for the users of this file instead of those of the interactions")
+    p.add_argument("--unknown", choices=("error", "skip"), default="error", help="items of histories that were not trained on (default: error)")
+    p.add_argument("--model", metavar="FILE", help="use this saved model, train nothing")
+    p.add_argument("--save", metavar="FILE", help="keep the trained model in this file")
+    p.add_argument("--backbone", default="sasrec", help="a backbone of chapter 31 (default: sasrec)")
+    p.add_argument("--plain", action="store_true", help="the plain backbone, without filtering layers")
+    p.add_argument("--keep-seen", action="store_true", help="items a user has seen may be recommended again")
+    p.add_argument("--max-length", type=int, default=50, help="most recent items of a history that the model reads (default: 50)")
+    p.add_argument("--epochs", type=int, default=100, help="at most this many; stops early (default: 100)")
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--device", default="auto", help="auto, cpu, cuda or mps (default: auto)")
+    p.add_argument("--quiet", action="store_true", help="no progress bars, no report")
+
+
+def run(a: argparse.Namespace) -> int:
+    "Train or load, recommend, write; raises `ValueError`, `TypeError` or `OSError` for what cannot be done, before training where possible."
+    out = Path(a.out).expanduser()
+    check(a, out)
+    from bft_nb.recommender import Recommender
+
+    table = read(a.interactions, a.user, a.item)
+    if a.model:
+        made = Recommender.load(a.model, a.device)
+        made.columns = {"user": a.user, "item": a.item, "timestamp": a.timestamp, "position": a.position}
+    else:
+        made = train(a, table)
+    histories = read(a.histories, a.user, a.item) if a.histories else table if a.model else None
+    frame = recommend(made, None if histories is None else as_known(histories, a.item, made.item_ids), a)
+    write(frame, out)
+    if not a.quiet:
+        print(f"{made.report['protocol']}\nvalidation: {made.report['validation']}", file=sys.stderr)
+    print(out)
+    return 0
+
+
+def check(a: argparse.Namespace, out: Path) -> None:
+    "Refuse what would fail only after the training."
+    if out.suffix not in SUFFIXES:
+        raise ValueError(f"--out {a.out!r}: the name must end in {' or '.join(SUFFIXES)}")
+    if a.model and a.save:
+        raise ValueError("--model uses a saved model and --save keeps a trained one: give one of them")
+    for path in (out, *([Path(a.save).expanduser()] if a.save else [])):
+        if path.is_dir() or not (path.parent.is_dir() or not path.parent.exists()):
+            raise ValueError(f"{str(path)!r} cannot be written: it is a folder, or what should be its folder is a file")
+
+
+def read(path: str, user: str, item: str) -> Any:
+    "A table with ids as they are written; `FileNotFoundError`, or `ValueError` for a file that cannot be read."
+    from bft_nb.interactions import read_table
+
+    place = Path(path).expanduser()
+    if not place.is_file():
+        raise FileNotFoundError(f"no file {path!r}: give the path of a CSV or Parquet file")
+    return read_table(place, [user, item])
+
+
+def train(a: argparse.Namespace, table: Any) -> Any:
+    "A recommender fitted to the table, saved if asked."
+    from bft_nb.recommender import Recommender
+
+    made = Recommender(a.backbone, not a.plain, filter_seen=not a.keep_seen, max_length=a.max_length, max_epochs=a.epochs, seed=a.seed, device=a.device)
+    if not 1 <= a.k <= (items := len(table[a.item].unique()) if a.item in table.column_names else a.k):
+        raise ValueError(f"k must be between 1 and the number of items, {items}, got {a.k}")
+    made.fit(table, a.user, a.item, a.timestamp, a.position, progress=not a.quiet)
+    if a.save:
+        made.save(a.save)
+    return made
+
+
+def as_known(table: Any, item: str, known: Any) -> Any:
+    "Item ids as text if the model knows texts: a file whose ids all look like numbers was read as numbers."
+    import pyarrow as pa
+
+    if item in table.column_names and known.dtype.kind == "U" and pa.types.is_integer(table[item].type):
+        return table.set_column(table.column_names.index(item), item, table[item].cast(pa.string()))
+    return table
+
+
+def recommend(made: Any, histories: Any, a: argparse.Namespace) -> Any:
+    "The frame of recommendations; what was left out is told on stderr."
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        frame = made.recommend(histories, a.k, unknown=a.unknown, library="pyarrow", progress=not a.quiet)
+    for w in caught:
+        if issubclass(w.category, UserWarning):
+            print(f"bft recommend: {w.message}", file=sys.stderr)
+    return frame
+
+
+def write(frame: Any, out: Path) -> None:
+    "CSV or Parquet, whole or not at all."
+    import pyarrow.csv
+    import pyarrow.parquet
+
+    from bft_nb.download import written
+
+    with written(out) as part:
+        if out.suffix == ".csv":
+            pyarrow.csv.write_csv(frame, part)
+        else:
+            pyarrow.parquet.write_table(frame, part)
+        part.chmod(0o644)

@@ -1,0 +1,616 @@
+"The recommender: own ids in and out, confidence, explanations, growing, saving, and every kind of bad input."
+
+import re
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import polars as pl
+import pyarrow as pa
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bft_nb import cli, recommender as module
+from bft_nb.archive import read_archive
+from bft_nb.interactions import from_frame, from_lengths
+from bft_nb.recommender import (
+    MIN_CALIBRATION, Recommender, UnknownItems, add_rows, asked, backbone_classes, beliefs, build, calibrate, confidence, effects, explanation, hold_back_last, judge, last_weights, numbers_of, plot_explanation, reliability_bins, sharpness, top_lists,
+    user_state, without_duplicates,
+)  # fmt: skip
+from bft_nb.training import history_rows
+from bft_nb.world import make_world
+
+ROOT = Path(__file__).resolve().parent.parent
+close = torch.testing.assert_close
+QUICK = dict(d=16, max_length=10, max_epochs=2, device="cpu", negatives=16, batch_size=32)
+
+
+def ring(users=80, n_items=24, seed=0):
+    "Users who walk along a ring of items."
+    rng = np.random.default_rng(seed)
+    rows = [(f"u{u}", f"i{(s + t) % n_items:02d}", t) for u in range(users) for s in [rng.integers(n_items)] for t in range(rng.integers(4, 9))]
+    return pd.DataFrame(rows, columns=["user", "item", "t"])
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["bft", "plain"])
+def made(request):
+    return Recommender(bft=request.param, **QUICK).fit(ring(), timestamp="t")
+
+
+@pytest.fixture(scope="module")
+def filtering():
+    return Recommender(**QUICK).fit(ring(), timestamp="t")
+
+
+# ---- confidence ------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=30)
+@given(st.integers(1, 6), st.integers(2, 9), st.integers(0, 99))
+def test_sharpness_is_minus_scipys_entropy(users, items, seed):
+    from scipy.stats import entropy
+
+    scores = torch.randn(users, items, generator=torch.Generator().manual_seed(seed)) * 3
+    want = -entropy(torch.softmax(scores.double(), 1).numpy(), axis=1)
+    np.testing.assert_allclose(sharpness(scores).numpy(), want, atol=1e-5)
+    masked = torch.cat([torch.full((users, 2), -torch.inf), scores], 1)
+    close(sharpness(masked), sharpness(scores))
+
+
+def test_calibration_is_scikit_learns_regression():
+    from sklearn.linear_model import LogisticRegression
+
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(300, 2)) * [1, 5] + [3, -2]
+    hits = rng.random(300) < 1 / (1 + np.exp(1 - x[:, 0] + 3))
+    made = calibrate(x, hits)
+    plus, minus = hits.sum(), (~hits).sum()
+    high, low = (plus + 1) / (plus + 2), 1 / (minus + 2)
+    share = np.where(hits, high, low)  # a target between 0 and 1 is a weighted pair of a hit and a miss
+    z = (x - x.mean(0)) / x.std(0)
+    other = LogisticRegression(C=1.0, tol=1e-10, max_iter=1000).fit(np.vstack([z, z]), np.r_[np.ones(300), np.zeros(300)], np.r_[share, 1 - share])
+    np.testing.assert_allclose(made.slopes, other.coef_[0], atol=1e-5)
+    np.testing.assert_allclose(confidence(made, x), other.predict_proba(z)[:, 1], atol=1e-5)
+    np.testing.assert_allclose(confidence(made, x).mean(), share.mean(), atol=1e-6)
+
+
+@pytest.mark.parametrize("hits", [[True] * 5, [False] * 5, [True]])
+def test_calibration_is_finite_without_variation(hits):
+    made = calibrate(np.ones((len(hits), 2)), np.array(hits))
+    got = confidence(made, np.zeros((3, 2)))
+    assert np.isfinite(got).all() and (got > 0).all() and (got < 1).all()
+
+
+def test_calibration_and_bins_refuse():
+    with pytest.raises(ValueError, match="at least one user"):
+        calibrate(np.zeros((0, 1)), np.zeros(0, bool))
+    with pytest.raises(ValueError, match="between 1 and the number of users, 3, got 4"):
+        reliability_bins(np.ones(3), np.ones(3, bool), 4)
+
+
+def test_bins_partition_the_users():
+    rng = np.random.default_rng(0)
+    c, y = rng.random(103), rng.random(103) < 0.3
+    bins = reliability_bins(c, y, 4)
+    assert sum(b.n for b in bins) == 103 and all(b.low <= b.hit_rate <= b.high for b in bins)
+    assert [b.confidence for b in bins] == sorted(b.confidence for b in bins)
+    assert sum(b.hit_rate * b.n for b in bins) == pytest.approx(y.sum())
+
+
+def held_out(frame, **arguments):
+    "Confidence and hits on the last event of each user, which the fitted recommender has not seen."
+    last = ~frame.user.duplicated(keep="last")
+    made = Recommender(device="cpu", **arguments).fit(frame[~last])
+    lists = made.recommend(k=10)
+    hidden = frame[last].set_index("user").item
+    hit = (lists.item == lists.user.map(hidden)).groupby(lists.user, sort=False).any()
+    return made, lists.groupby("user", sort=False).confidence.first().to_numpy(), hit.to_numpy()
+
+
+def assert_confidence_orders_hits(said, hit):
+    bins = reliability_bins(said, hit, 3)
+    assert bins[0].high < bins[-1].hit_rate and bins[0].hit_rate < bins[-1].low
+    return bins
+
+
+def test_low_confidence_means_fewer_hits_and_is_calibrated():
+    world = make_world(n_users=1000)
+    user, _ = np.indices(world.items.shape)
+    frame = pd.DataFrame({"user": user.ravel(), "item": world.items.ravel()})
+    made, said, hit = held_out(frame, filter_seen=False, d=32, max_epochs=4)
+    bins = assert_confidence_orders_hits(said, hit)
+    assert abs(said.mean() - hit.mean()) < 0.06  # four standard errors of two samples of 1,000
+    assert all(b.low - 0.03 < b.confidence < b.high + 0.03 for b in bins)
+    assert made.confidence_from == "posterior"
+
+
+@pytest.mark.slow
+def test_low_confidence_means_fewer_hits_on_real_data():
+    import os
+
+    if not os.environ.get("BFT_DATA"):
+        pytest.skip("BFT_DATA is not set")
+    from bft_nb.interactions import load
+
+    data = load("ml100k")
+    frame = pd.DataFrame({"user": np.repeat(data.user_ids, data.sequences.lengths), "item": data.item_ids[data.sequences.items - 1]})
+    _, said, hit = held_out(frame, max_epochs=15, dropout=0.5)
+    bins = reliability_bins(said, hit, 2)
+    assert bins[0].high < bins[1].low
+
+
+def test_confidence_is_one_number_per_user_and_grows_with_k(made):
+    got = {k: made.recommend(k=k).groupby("user", sort=False).confidence.agg(["min", "max"]) for k in (1, 5, 20)}
+    for table in got.values():
+        assert ((table["min"] == table["max"]) & (table["min"] > 0) & (table["max"] < 1)).all()
+    assert got[1]["min"].mean() < got[5]["min"].mean() < got[20]["min"].mean()
+
+
+def test_few_validation_users_give_nan():
+    made = Recommender(**QUICK).fit(ring(users=MIN_CALIBRATION - 1), timestamp="t")
+    assert made.calibration() is None and made.recommend(k=2).confidence.isna().all()
+
+
+# ---- recommendations -------------------------------------------------------------------------------------------
+
+
+def test_lists_are_the_ranking_of_the_scores(made):
+    n = made.histories.lengths
+    examples = hold_back_last(from_frame(ring(), timestamp="t")).valid
+    known = judge(made.model, examples, True)
+    lists = top_lists(made.model, examples.histories, 24, True)
+    place = (lists.items == examples.targets[:, None]).argmax(1) + 1
+    np.testing.assert_array_equal(known.ranks, place)  # no ties among trained scores
+    assert known.ranks.tolist() == made.known.ranks.tolist() and len(n) == len(examples)
+
+
+def test_small_chunks_give_the_same(made, monkeypatch):
+    whole = made.recommend(k=5)
+    widths = []
+    scores = type(made.model).scores
+    monkeypatch.setattr(module, "SCORES_IN_MEMORY", 60)  # two users of 25 scores
+    monkeypatch.setattr(type(made.model), "scores", lambda self, h, items=None: widths.append(len(h)) or scores(self, h, items))
+    part = made.recommend(k=5)
+    assert max(widths) == 2
+    pd.testing.assert_frame_equal(part, whole, rtol=1e-4)
+
+
+def test_seen_items_are_filtered_or_not():
+    for filter_seen in (True, False):
+        made = Recommender(filter_seen=filter_seen, **QUICK).fit(ring(), timestamp="t")
+        history = ["i00", "i01", "i02", "i03"]
+        got = made.recommend({"x": history}, k=24)
+        assert (set(history) & set(got.item) == set()) == filter_seen
+        assert got["rank"].tolist() == list(range(1, len(got) + 1)) and len(got) == (20 if filter_seen else 24)
+        assert got.score.is_monotonic_decreasing and np.isfinite(got.score).all()
+
+
+def test_who_has_seen_everything_gets_no_rows(filtering):
+    everything = filtering.item_ids.tolist()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        got = filtering.recommend({"all": everything, "one": everything[:1]}, k=3)
+    assert set(got.user) == {"one"}
+    with pytest.raises(ValueError, match="seen every item"):
+        filtering.explain("all", history=everything)
+
+
+@pytest.mark.parametrize("library", ["pandas", "polars", "pyarrow"])
+def test_a_frame_comes_out_as_it_went_in(library):
+    make = {"pandas": lambda x: x, "polars": pl.from_pandas, "pyarrow": pa.Table.from_pandas}[library]
+    frame = make(ring(users=60).rename(columns={"user": "who", "item": "what"}))
+    made = Recommender(**QUICK).fit(frame, user="who", item="what", timestamp="t")
+    type_ = {"pandas": pd.DataFrame, "polars": pl.DataFrame, "pyarrow": pa.Table}[library]
+    for got in (made.recommend(k=2), made.recommend(frame, k=2), made.recommend({"x": ["i03"]}, k=2), made.explain("u0")):
+        assert isinstance(got, type_)
+    assert list(library_columns(made.recommend(k=1))) == ["who", "what", "rank", "score", "confidence"]
+    assert isinstance(made.recommend({"x": ["i03"]}, k=2, library="pyarrow"), pa.Table)
+
+
+def library_columns(frame):
+    return frame.column_names if isinstance(frame, pa.Table) else frame.columns
+
+
+def test_fitted_frame_and_histories_give_the_same(filtering):
+    by_frame, by_none = filtering.recommend(ring(), k=3), filtering.recommend(k=3)
+    lists = ring().groupby("user", sort=False).item.agg(list).to_dict()
+    pd.testing.assert_frame_equal(by_frame, by_none)
+    pd.testing.assert_frame_equal(filtering.recommend(lists, k=3), by_none)
+    alone = filtering.recommend({"u7": lists["u7"]}, k=3)
+    pd.testing.assert_frame_equal(alone, by_none[by_none.user == "u7"].reset_index(drop=True), rtol=1e-4)
+
+
+def test_integer_ids_numpy_lists_and_order_of_users():
+    frame = ring(users=60)
+    frame["user"], frame["item"] = frame.user.str[1:].astype(int) + 1000, frame.item.str[1:].astype(int) * 7 - 3
+    made = Recommender(**QUICK).fit(frame, timestamp="t")
+    got = made.recommend({2: np.array([4, 11], dtype=np.int32), 1: pd.Series([18])}, k=2)
+    assert got.user.tolist() == [2, 2, 1, 1] and set(got.item) <= set(frame.item)
+
+
+def test_same_seed_same_recommender(filtering):
+    again = Recommender(**QUICK).fit(ring(), timestamp="t")
+    pd.testing.assert_frame_equal(again.recommend(k=3), filtering.recommend(k=3))
+
+
+# ---- bad input -------------------------------------------------------------------------------------------------
+
+
+def test_long_history_is_read_from_its_most_recent_items(filtering):
+    long = [f"i{t % 24:02d}" for t in range(40)]
+    state = lambda items: filtering.recommend({"x": items}, k=1)
+    assert filtering.report["histories_cut"] == 0
+    open_ = Recommender(filter_seen=False, **QUICK).fit(ring(), timestamp="t")
+    pd.testing.assert_frame_equal(open_.recommend({"x": long}, k=5), open_.recommend({"x": long[-10:]}, k=5))
+    with pytest.raises(ValueError, match="seen every item"):
+        filtering.explain("x", history=long)
+    assert len(state(long)) == 0  # seen items are those of the whole history
+    cut = Recommender(**QUICK | {"max_length": 5}).fit(ring(), timestamp="t")
+    assert cut.report["histories_cut"] == (ring().groupby("user").size() > 5).sum() and "last 5" in cut.report["protocol"]
+
+
+def test_unknown_items_are_refused_or_skipped_with_a_report(filtering):
+    histories = {"a": ["i01", "??", "i02", "!!"], "b": ["??"], "c": []}
+    with pytest.raises(ValueError, match=r"3 events of 2 items .*first: '!!'.* 2 users without a known item \(first: 'b'\).*unknown=\"skip\""):
+        filtering.recommend(histories, k=1)
+    with pytest.warns(UnknownItems, match="3 events of 2 items"):
+        got = filtering.recommend(histories, k=2, unknown="skip")
+    pd.testing.assert_frame_equal(got, filtering.recommend({"a": ["i01", "i02"]}, k=2))
+    with pytest.raises(ValueError, match="no history has an item"), pytest.warns(UnknownItems):
+        filtering.recommend({"b": ["??"]}, k=2, unknown="skip")
+    with pytest.raises(ValueError, match="'error', 'skip', got 'drop'"):
+        filtering.recommend({"a": ["i01"]}, unknown="drop")
+
+
+@pytest.mark.parametrize(("histories", "error", "message"), [
+    ({"a": [3]}, TypeError, "ids are integers .* but were strings"),
+    ({"a": ["i01"], "b": [3]}, TypeError, "mix integers and strings"),
+    ({"a": [1.5]}, TypeError, "got float"),
+    ({"a": [True]}, TypeError, "got bool"),
+    ({"a": "i01"}, TypeError, "single text 'i01'"),
+    ({"a": ["i01", None]}, ValueError, "1 of 2 ids are missing"),
+    ({"a": ["i01", float("nan")]}, ValueError, "missing"),
+    ({None: ["i01"]}, ValueError, "users: 1 of 1 ids are missing"),
+    ({}, ValueError, "empty"),
+    ([["i01"]], TypeError, "expected a pandas, polars or pyarrow frame, got list"),
+    (pd.DataFrame({"user": ["a"], "item": ["i01"]}), ValueError, r"missing columns \['t'\]"),
+    (pd.DataFrame({"user": ["a"], "item": [1], "t": [0]}), TypeError, "ids are integers"),
+])  # fmt: skip
+def test_bad_histories(filtering, histories, error, message):
+    with pytest.raises(error, match=message):
+        filtering.recommend(histories, k=1)
+
+
+@pytest.mark.parametrize("k", [0, -1, 25])
+def test_k_outside_of_the_catalogue(filtering, k):
+    with pytest.raises(ValueError, match=f"k must be between 1 and the number of items, 24, got {k}"):
+        filtering.recommend(k=k)
+
+
+@pytest.mark.parametrize(("change", "error", "message"), [
+    (lambda f: f.drop(columns="item"), ValueError, r"missing columns \['item'\]"),
+    (lambda f: f.head(0), ValueError, "empty"),
+    (lambda f: f.assign(item=f.item.where(f.index != 3)), ValueError, "1 missing values"),
+    (lambda f: f.assign(user=np.where(f.index == 0, np.nan, 1.0)), ValueError, "1 missing values"),
+    (lambda f: f.assign(item=f.t + 0.5), TypeError, "ids must be integers or strings"),
+    (lambda f: f.assign(t=np.nan), ValueError, "missing times"),
+    (lambda f: f.groupby("user").head(2), ValueError, "no user has three or more events"),
+    (lambda f: f.to_dict(), TypeError, "got dict"),
+])  # fmt: skip
+def test_bad_frames(change, error, message):
+    with pytest.raises(error, match=message):
+        Recommender(**QUICK).fit(change(ring(users=20)), timestamp="t")
+
+
+def test_single_user():
+    made = Recommender(**QUICK).fit(ring(users=1), timestamp="t")
+    assert made.report["users"] == 1 and made.calibration() is None
+    got = made.recommend({"new": [made.item_ids[0].item()]}, k=2)
+    assert len(got) == 2 and got.confidence.isna().all()
+    assert len(made.explain(history=[made.item_ids[0].item()]))
+
+
+def test_duplicate_rows_count_once():
+    frame = ring(users=30)
+    twice = pd.concat([frame, frame.iloc[:7]])
+    data, n = without_duplicates(from_frame(twice, timestamp="t"))
+    once = from_frame(frame, timestamp="t")
+    assert n == 7 and data.sequences.items.tolist() == once.sequences.items.tolist() and data.times.tolist() == once.times.tolist()
+    made = Recommender(**QUICK | {"max_epochs": 1}).fit(twice, timestamp="t")
+    assert made.report["duplicates_left_out"] == 7 and made.report["interactions"] == len(frame)
+    assert without_duplicates(from_frame(twice))[1] == 0  # without times a repeat may be a choice
+
+
+def test_users_with_few_events_are_trained_on_and_not_validated():
+    frame = pd.DataFrame({"user": list("aaabbcddd"), "item": [1, 2, 3, 4, 5, 6, 1, 2, 7]})
+    split = hold_back_last(from_frame(frame))
+    assert [row.tolist() for row in map(split.train.__getitem__, range(4))] == [[1, 2], [4, 5], [6], [1, 2]]
+    assert split.valid.users.tolist() == [0, 3] and split.valid.targets.tolist() == [3, 7]
+    assert [split.valid.histories[i].tolist() for i in range(2)] == [[1, 2], [1, 2]]
+    assert Recommender(**QUICK).fit(frame).report["users_not_validated"] == 2
+
+
+@pytest.mark.parametrize(("arguments", "error", "message"), [
+    (dict(backbone="gru"), ValueError, "'sasrec'.* got 'gru'"),
+    (dict(d=7), ValueError, "d=7 and n_heads=2"),
+    (dict(dropout=2.0), ValueError, "dropout"),
+    (dict(depth=3), TypeError, "depth"),
+    (dict(bft=False, nu0=2.0), TypeError, "nu0"),
+    (dict(max_length=0), ValueError, "max_length"),
+])  # fmt: skip
+def test_bad_arguments_are_refused_at_once(arguments, error, message):
+    with pytest.raises(error, match=message):
+        Recommender(**arguments)
+
+
+@pytest.mark.parametrize(("arguments", "message"), [(dict(max_epochs=0), "epochs must be at least 1"), (dict(lr=-1.0), "lr must be positive"), (dict(device="tpu"), "device")])
+def test_bad_training_arguments(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Recommender(**QUICK | arguments).fit(ring(users=5), timestamp="t")
+
+
+def test_not_fitted():
+    fresh = Recommender()
+    for call in (fresh.recommend, lambda: fresh.explain("a"), lambda: fresh.add_items(["a"]), lambda: fresh.save("x"), fresh.calibration):
+        with pytest.raises(ValueError, match="not fitted"):
+            call()
+    assert "not fitted" in repr(fresh)
+
+
+@given(st.lists(st.text(min_size=1, max_size=3), min_size=1, max_size=20, unique=True), st.data())
+def test_numbers_of_finds_what_is_there(catalogue, data):
+    catalogue = np.array(catalogue)
+    wanted = np.array(data.draw(st.lists(st.sampled_from([*catalogue.tolist(), "long unknown"]), min_size=1)))
+    got = numbers_of(wanted, catalogue)
+    place = {c: i + 1 for i, c in enumerate(catalogue.tolist())}
+    assert got.tolist() == [place.get(w, 0) for w in wanted.tolist()]
+
+
+# ---- explanations ----------------------------------------------------------------------------------------------
+
+
+def test_explanation_table(made):
+    table = made.explain("u3")
+    history = ring().query("user == 'u3'").item.tolist()
+    layers = 2
+    assert table.neighbour.tolist() == history * layers and table.layer.tolist() == [1] * len(history) + [2] * len(history)
+    np.testing.assert_allclose(table.groupby("layer").weight.sum(), 1, atol=1e-5)
+    assert table.item.unique().tolist() == [made.recommend(k=1).query("user == 'u3'").item.item()]
+    bft = made.settings["bft"]
+    assert table.precision.isna().all() != bft and ((table.gain == 1).all() != bft) and ((table.gain > 0) & (table.gain <= 1)).all()
+    if bft:
+        tau = made.model.precision.tau.detach().numpy()
+        np.testing.assert_allclose(table.precision[: len(history)], tau[numbers_of(np.array(history), made.item_ids) - 1], rtol=1e-5)
+
+
+def test_weights_give_what_the_layer_observed(filtering):
+    x = torch.tensor([[3, 1, 4, 1, 5]])
+    steps = filtering.model.filter(x)[1]
+    for layer, step in zip(filtering.model.encoder.layers, steps, strict=True):
+        w = last_weights(layer, step.prior)
+        attn, d = layer.self_attn, 16
+        v = (layer.norm1(step.prior.mean) @ attn.in_proj_weight[2 * d :].T + attn.in_proj_bias[2 * d :]).unflatten(-1, (2, 8))
+        e = attn.out_proj(torch.einsum("hj,jhk->hk", w, v[0]).flatten())
+        close(e, step.observation.mean[0, -1], atol=1e-5, rtol=1e-4)
+
+
+def test_plain_weights_are_torchs():
+    torch.manual_seed(0)
+    model = build("sasrec", 9, {"bft": False, "d": 16, "max_length": 6}).eval()
+    x = torch.tensor([[3, 1, 4]])
+    entered, gains = beliefs(model, x)
+    layer = model.encoder.layers[1]
+    y = layer.norm1(entered[1].mean)
+    want = layer.self_attn(y, y, y, average_attn_weights=False)[1][0, :, -1]
+    close(last_weights(layer, entered[1]), want, atol=1e-6, rtol=1e-5)
+    assert gains == [1.0, 1.0]
+
+
+def test_effects_are_differences_of_scores(filtering):
+    model, items = filtering.model, torch.tensor([3, 1, 4])
+    score = lambda *ids: model.scores(model.last(torch.tensor([ids])))[0, 7].item()
+    want = [score(3, 1, 4) - s for s in (score(1, 4), score(3, 4), score(3, 1))]
+    np.testing.assert_allclose(effects(model, items, 7), want, atol=1e-5)
+    np.testing.assert_allclose(effects(model, items[:1], 7), [score(3)], atol=1e-5)
+
+
+def test_explain_any_history_and_item(filtering):
+    table = filtering.explain(history=["i05", "i06"], item="i09")
+    assert table.item.unique().tolist() == ["i09"] and table.neighbour.tolist() == ["i05", "i06"] * 2 and (table.user == "").all()
+    long = [f"i{t % 20:02d}" for t in range(30)]
+    assert filtering.explain(history=long).neighbour.tolist() == long[-10:] * 2
+    for arguments, message in (
+        (dict(user="nobody"), "'nobody' is not one of the 80 fitted users"), (dict(user="u1", item="i99"), "'i99' is not one of the 24"),
+        (dict(), "needs a user, or a history"), (dict(history=["??"]), "does not know"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            filtering.explain(**arguments)
+    with pytest.raises(TypeError, match="user: ids are integers"):
+        filtering.explain(3)
+
+
+def test_plot_explanation(made):
+    import matplotlib
+
+    matplotlib.use("Agg")
+    fig = plot_explanation(made.explain("u3"), most=3)
+    assert len(fig.axes) == (3 if made.settings["bft"] else 2) and len(fig.axes[0].patches) == 3
+    assert [t.get_text() for t in fig.axes[0].get_yticklabels()] == ring().query("user == 'u3'").item.tolist()[-3:]
+    matplotlib.pyplot.close(fig)
+
+
+# ---- every backbone --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", list(backbone_classes()))
+@pytest.mark.parametrize("bft", [False, True])
+def test_every_backbone_answers(name, bft):
+    torch.manual_seed(0)
+    model = build(name, 9, {"bft": bft, "d": 16, "max_length": 6}).eval()
+    histories = from_lengths(np.array([3, 1, 6]), np.arange(1, 11) % 9 + 1)
+    mean, log_precision = user_state(model, history_rows(histories, np.arange(3)))
+    close(mean, model.last(history_rows(histories, np.arange(3))), atol=1e-5, rtol=1e-4)
+    assert (log_precision is None) != bft
+    lists = top_lists(model, histories, 3, True)
+    assert lists.items.min() > 0 and lists.evidence.shape == (3, 1 + bft) and np.isfinite(lists.evidence).all()
+    table = explanation(model, torch.tensor([1, 2, 3]), 5)
+    assert len(table["weight"]) == 3 * len(model.encoder.layers) and np.isfinite(table["weight"]).all()
+    x = asked(model, torch.tensor([[1, 2, 3]]))
+    bigger = add_rows(model, build(name, 11, {"bft": bft, "d": 16, "max_length": 6}), model.item_weights()[1:3].detach())
+    close(bigger.last(torch.tensor([[1, 2, 3]])), model.last(torch.tensor([[1, 2, 3]])))
+    assert x.shape[1] in (3, 4) and bigger.n_items == 11
+
+
+# ---- new items -------------------------------------------------------------------------------------------------
+
+
+def test_new_items_change_nothing_else_and_are_unknown():
+    made = Recommender(**QUICK).fit(ring(), timestamp="t")
+    before, tau = made.recommend(k=24), made.model.precision.tau.detach().clone()
+    made.add_items(["new", "i99"], like={"new": ["i03", "i04"]})
+    after = made.recommend(k=26)
+    old = after[~after.item.isin(["new", "i99"])].drop(columns=["rank", "confidence"]).reset_index(drop=True)
+    pd.testing.assert_frame_equal(old, before.drop(columns=["rank", "confidence"]), rtol=1e-4)
+    weights, grown = made.model.item_weights().detach(), made.model.precision.tau.detach()
+    i03, i04 = numbers_of(np.array(["i03", "i04"]), made.item_ids)
+    close(weights[25], weights[[i03, i04]].mean(0))
+    close(weights[26], weights[1:25].mean(0))
+    close(grown[:24], tau)
+    close(grown[24:], tau.min().expand(2))
+    assert len(made.recommend({"x": ["new", "i99"]}, k=3)) == 3
+    assert "new" in made.recommend({"x": ["i02"]}, k=26).item.tolist()
+
+
+def test_new_item_is_recommended_where_its_like_is():
+    made = Recommender(filter_seen=False, **QUICK).fit(ring(), timestamp="t")
+    first = made.recommend({"x": ["i02"]}, k=1).item.item()
+    made.add_items(["twin"], like={"twin": [first]})
+    assert set(made.recommend({"x": ["i02"]}, k=2).item) == {first, "twin"}
+
+
+@pytest.mark.parametrize(("ids", "like", "error", "message"), [
+    (["i03"], None, ValueError, "'i03' is known already"),
+    (["a", "a"], None, ValueError, "given twice"),
+    ([7], None, TypeError, "integers .* but were strings"),
+    (["a"], {"b": ["i01"]}, ValueError, "like names 'b'"),
+    (["a"], {"a": ["??"]}, ValueError, "item '\\?\\?' is not known"),
+    (["a"], {"a": []}, ValueError, "at least one known item"),
+])  # fmt: skip
+def test_bad_new_items(filtering, ids, like, error, message):
+    with pytest.raises(error, match=message):
+        filtering.add_items(ids, like)
+    assert len(filtering.item_ids) == filtering.model.n_items == 24
+
+
+# ---- saving ----------------------------------------------------------------------------------------------------
+
+
+def test_saved_and_loaded_is_the_same(made, tmp_path):
+    path = made.save(tmp_path / "deep" / "m.safetensors")
+    again = Recommender.load(path, device="cpu")
+    pd.testing.assert_frame_equal(again.recommend(k=4), made.recommend(k=4))
+    pd.testing.assert_frame_equal(again.explain("u3"), made.explain("u3"))
+    assert again.report == made.report and again.settings == made.settings and repr(again) == repr(made)
+    again.add_items(["new"]).save(path)
+    assert Recommender.load(path).item_ids[-1] == "new"
+
+
+def test_saving_without_histories(made, tmp_path):
+    path = made.save(tmp_path / "m.safetensors", histories=False)
+    assert not {n for n in read_archive(path, "recommender", 1)[0] if n.startswith(("user_ids", "histories"))}
+    again = Recommender.load(path)
+    pd.testing.assert_frame_equal(again.recommend({"x": ["i01"]}, k=4), made.recommend({"x": ["i01"]}, k=4))
+    with pytest.raises(ValueError, match="without histories"):
+        again.recommend()
+    with pytest.raises(ValueError, match="0 fitted users"):
+        again.explain("u3")
+
+
+def test_bad_files(made, tmp_path, monkeypatch):
+    path = made.save(tmp_path / "m.safetensors")
+    data = path.read_bytes()
+    (tmp_path / "cut.safetensors").write_bytes(data[: len(data) // 2])
+    with pytest.raises(ValueError, match="truncated"):
+        Recommender.load(tmp_path / "cut.safetensors")
+    with pytest.raises(FileNotFoundError, match="nothing.safetensors"):
+        Recommender.load(tmp_path / "nothing.safetensors")
+    with pytest.raises(OSError, match="could not save"):
+        made.save(path / "below.safetensors")
+    monkeypatch.setattr(module, "FORMAT", 2)
+    with pytest.raises(ValueError, match="format 1, this version of the library reads format 2"):
+        Recommender.load(path)
+    assert path.read_bytes() == data
+
+
+# ---- the command -----------------------------------------------------------------------------------------------
+
+FAST = ["--epochs", "1", "--device", "cpu", "--timestamp", "t", "--max-length", "10"]
+
+
+def test_command_trains_saves_and_recommends(tmp_path, capsys):
+    table, out, model = tmp_path / "in.csv", tmp_path / "out.csv", tmp_path / "m.safetensors"
+    ring().to_csv(table, index=False)
+    assert cli.main(["recommend", str(table), "-o", str(out), "-k", "3", "--save", str(model), *FAST]) == 0
+    got = pd.read_csv(out)
+    assert len(got) == 240 and list(got) == ["user", "item", "rank", "score", "confidence"] and got.user[0] == "u0"
+    said = capsys.readouterr()
+    assert str(out) in said.out and "full ranking of 24 items" in said.err and "recommend: 100%" in said.err
+    new = tmp_path / "new.parquet"
+    pd.DataFrame({"user": [7, 7], "item": ["i03", "??"], "t": [1, 2]}).to_parquet(new)
+    again = tmp_path / "again.parquet"
+    arguments = ["recommend", str(new), "-o", str(again), "--model", str(model), "-k", "2", "--timestamp", "t", "--quiet"]
+    assert cli.main(arguments) == 2
+    assert "does not know" in capsys.readouterr().err and not again.exists()
+    assert cli.main([*arguments, "--unknown", "skip"]) == 0
+    assert pd.read_parquet(again).user.tolist() == [7, 7] and "left out: 1 events" in capsys.readouterr().err
+
+
+def test_command_keeps_ids_as_they_are_written(tmp_path):
+    frame = ring(users=60)
+    frame["item"] = frame.item.str.replace("i", "")  # "00" … "23": text that looks like numbers
+    frame.to_csv(tmp_path / "in.csv", index=False)
+    frame[frame.item.isin(["12", "13"])].to_csv(tmp_path / "new.csv", index=False)
+    assert cli.main(["recommend", str(tmp_path / "in.csv"), "--histories", str(tmp_path / "new.csv"), "-o", str(tmp_path / "out.csv"), "-k", "24", "--quiet", *FAST]) == 0
+    assert "00" in set(pd.read_csv(tmp_path / "out.csv", dtype=str).item)
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["nothing.csv", "-o", "out.csv"], "no file 'nothing.csv'"),
+    (["in.csv", "-o", "out.xlsx"], "must end in .csv or .parquet"),
+    (["in.csv", "-o", "out.csv", "--item", "thing"], r"missing columns \['thing'\]"),
+    (["in.csv", "-o", "in.csv/out.csv"], "cannot be written"),
+    (["in.csv", "-o", "out.csv", "--model", "in.csv"], "truncated or not a safetensors file"),
+    (["in.csv", "-o", "out.csv", "--model", "m", "--save", "n"], "give one of them"),
+    (["in.csv", "-o", "out.csv", "-k", "25"], "k must be between 1 and the number of items, 24, got 25"),
+    (["in.csv", "-o", "out.csv", "--backbone", "gru"], "got 'gru'"),
+])  # fmt: skip
+def test_command_refuses_before_training(tmp_path, capsys, monkeypatch, arguments, message):
+    ring(users=40).to_csv(tmp_path / "in.csv", index=False)
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["recommend", *arguments, "--quiet"]) == 2
+    assert re.search(message, capsys.readouterr().err)
+    assert not (tmp_path / "out.csv").exists()
+
+
+# ---- the README ------------------------------------------------------------------------------------------------
+
+
+def readme_block():
+    found = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    return next(b for b in found if "Recommender" in b)
+
+
+def test_readme_example_runs_on_a_csv(tmp_path):
+    block = readme_block()
+    assert sum(bool(ln.strip()) and not ln.strip().startswith("#") for ln in block.splitlines()) <= 10
+    frame = ring(users=60).rename(columns={"t": "timestamp"})
+    frame.to_csv(tmp_path / "interactions.csv", index=False)
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{block}"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "confidence" in done.stdout and (tmp_path / "shop.safetensors").exists()

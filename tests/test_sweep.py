@@ -1,0 +1,380 @@
+"`bft sweep`: every cell once, whatever is killed, fails or runs beside it."
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import nbformat
+import pytest
+import yaml
+from filelock import FileLock
+from nbformat.v4 import new_code_cell, new_notebook
+
+from bft_nb import cli, runner, sweep
+from bft_nb.sweep import Outcome, cells
+
+ROOT = Path(__file__).resolve().parent.parent
+ALLOWED = {"dataset": "synthetic", "seed": 0, "lr": 1e-3, "bft": False, "widths": [8], "limit": None}
+PARAMETERS = 'seed = 0\nlr = 1e-3\nmode = "ok"\nmarks = "."\n'
+BODY = """import os, time
+open(f"{marks}/{os.getpid()}.pid", "w").close()
+if mode == "bad": raise ValueError("asked to fail")
+time.sleep({"ok": 0, "slow": 1, "hangs": 100}[mode])
+"""
+MARK = 'with open(f"{marks}/{seed}-{mode}.runs", "a") as f: f.write("run\\n")'
+
+
+# ---- the grid file -------------------------------------------------------------------------------------------------
+
+
+def test_cells_are_the_product_without_and_with():
+    spec = yaml.safe_load("""
+        parameters: {lr: 3e-3}
+        grid: {dataset: [beauty, sports], seed: [0, 1], widths: [[8], [8, 4]]}
+        exclude: [{dataset: sports, seed: 1}, {widths: [8, 4], seed: 0}]
+        include: [{dataset: toys, lr: 1}, {seed: 0, dataset: beauty, widths: [8]}]
+    """)
+    found = cells(spec, ALLOWED)
+    names = [(c["dataset"], c.get("seed"), c.get("widths"), c["lr"]) for c in found]
+    assert names == [("beauty", 0, [8], 3e-3), ("beauty", 1, [8], 3e-3), ("beauty", 1, [8, 4], 3e-3), ("sports", 0, [8], 3e-3), ("toys", None, None, 1)]
+
+
+def test_several_grids_are_put_together_and_no_cell_twice():
+    found = cells({"grid": [{"seed": [0, 1]}, {"seed": [1, 2]}, {"bft": [True], "seed": [1]}]}, ALLOWED)
+    assert found == [{"seed": 0}, {"seed": 1}, {"seed": 2}, {"bft": True, "seed": 1}]
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "said"),
+    [
+        ("grid: {sede: [0]}", ValueError, "grid: unknown parameter 'sede'; did you mean 'seed'?"),
+        ("parameters: {sed: 0}\ngrid: {seed: [0]}", ValueError, "parameters: unknown parameter 'sed'; did you mean 'seed'?"),
+        ("grid: {seed: [0, x]}", TypeError, "grid: parameter 'seed' must be of type int"),
+        ("grid: {bft: [1]}", TypeError, "grid: parameter 'bft' must be of type bool"),
+        ("grid: {seed: 0}", TypeError, "grid: 'seed' must be a list of values, got 0"),
+        ("grid: {seed: []}", ValueError, "grid: 'seed' has no values"),
+        ("grid: {limit: [2026-01-01]}", TypeError, "parameter 'limit' must be text, a number"),
+        ("grid: {}", ValueError, "grid: names no parameter"),
+        ("parameters: {seed: 0}", ValueError, "the grid is empty"),
+        ("grid: 3", TypeError, "grid must be a mapping, or a list of mappings"),
+        ("parameters: 3\ngrid: {seed: [0]}", TypeError, "parameters: must be a mapping"),
+        ("parameters: {seed: 0}\ngrid: {seed: [0]}", ValueError, "'seed' stands under parameters as well"),
+        ("grid: {seed: [0]}\nexclude: [{seed: 7}]", ValueError, "exclude: no cell has {'seed': 7}"),
+        ("grid: {seed: [0]}\nexclude: [{seed: 0}]", ValueError, "the grid is empty"),
+        ("grid: {seed: [0]}\ninclude: [{sead: 0}]", ValueError, "include: unknown parameter 'sead'; did you mean 'seed'?"),
+        ("grid: {seed: [0]}\ninclude: {seed: 0}", TypeError, "include must be a list of mappings"),
+    ],
+)
+def test_a_bad_grid_is_refused_by_name(text, error, said):
+    with pytest.raises(error) as caught:
+        cells(yaml.safe_load(text), ALLOWED)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("notebook: x\ngrid: {seed: [0}\n", "line 2: "),
+        ("notebook: x\ngrid:\n  seed: [0]\n  lr: [1]\n  seed: [1]\n", "line 5: 'seed' is given twice"),
+        ("notebook: x\ngrids: {seed: [0]}\n", "unknown key 'grids'; did you mean 'grid'?"),
+        ("grid: {seed: [0]}\n", "notebook must be the stem"),
+        ("- 1\n", "a grid file holds the keys"),
+        ("", "a grid file holds the keys"),
+        ("notebook: x\nparameters: {seed: !!python/object:os.system 0}\n", "line 2: "),
+        (b"notebook: \xff\xfe", "not YAML"),
+    ],
+)
+def test_an_unreadable_file_is_refused_by_line(tmp_path, capsys, text, said):
+    path = tmp_path / "grid.yaml"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    assert cli.main(["sweep", str(path)]) == 2
+    err = capsys.readouterr().err
+    assert said in err and "grid.yaml" in err
+
+
+def test_missing_file_and_missing_notebook(tmp_path, capsys):
+    assert cli.main(["sweep", str(tmp_path / "none.yaml")]) == 2
+    (tmp_path / "grid.yaml").write_text("notebook: other.ipynb\ngrid: {seed: [0]}")
+    assert cli.main(["sweep", str(tmp_path / "grid.yaml")]) == 2
+    err = capsys.readouterr().err
+    assert "no grid file" in err and "no notebook" in err and "other.ipynb" in err
+
+
+def test_the_example_grid_fits_its_notebook(tmp_path):
+    planned = sweep.plans(ROOT / "nbs" / "experiments" / "grids" / "recommendation.yaml", tmp_path)
+    assert len(planned) == 12 and {p.parameters["lr"] for p in planned} == {3e-3}
+    assert len({p.output for p in planned}) == 12
+
+
+# ---- the loop, without processes -----------------------------------------------------------------------------------
+
+
+def plan(tmp_path, seed=0):
+    return runner.Plan(tmp_path / "n.ipynb", {"seed": seed}, tmp_path / "out" / f"n-seed={seed}.ipynb", f"id{seed}")
+
+
+class Scripted:
+    "Answers each cell with the outcomes it was given, one a time."
+
+    def __init__(self, answers):
+        self.answers, self.asked, self.closed = answers, [], False
+
+    def submit(self, plan, retry):
+        future = Future()
+        answer = self.answers[plan.parameters["seed"]].pop(0)
+        self.asked.append((plan.parameters["seed"], retry))
+        future.set_exception(answer) if isinstance(answer, Exception) else future.set_result(answer)
+        return future
+
+    def close(self):
+        self.closed = True
+
+
+def test_busy_cells_are_asked_for_again_and_lost_ones_reported(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sweep, "PAUSE", 0.01)
+    executor = Scripted({0: [Outcome("busy"), Outcome("busy"), Outcome("kept")], 1: [Outcome("done", 2.0)], 2: [OSError("machine lost")]})
+    found = sweep.sweep([plan(tmp_path, s) for s in range(3)], lambda: executor, retry_failed=True)
+    status = {p.parameters["seed"]: o.status for p, o in found}
+    assert status == {0: "kept", 1: "done", 2: "failed"} and executor.closed
+    assert Counter(executor.asked) == {(0, True): 1, (0, False): 2, (1, True): 1, (2, True): 1}
+    said = sweep.summary(found, 4)
+    assert said.splitlines()[0].startswith("4 cells: ") and "1 left" in said and "OSError: machine lost" in said
+    assert len([line for line in capsys.readouterr().out.splitlines() if line.startswith("[")]) == 3
+
+
+def test_limit_and_an_executor_that_is_closed_on_interruption(tmp_path):
+    planned = [plan(tmp_path, s) for s in range(3)]
+    executor = Scripted({s: [Outcome("done")] for s in range(3)})
+    assert len(sweep.sweep(planned, lambda: executor, limit=2)) == 2 and len(executor.asked) == 2
+    with pytest.raises(ValueError, match="limit must be at least 1"):
+        sweep.sweep(planned, lambda: executor, limit=0)
+    executor = Scripted({0: [Outcome("done")]})
+    executor.submit = lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt):
+        sweep.sweep(planned, lambda: executor)
+    assert executor.closed
+
+
+def test_a_lock_counts_only_while_it_is_held(tmp_path):
+    one = plan(tmp_path)
+    assert not runner.is_running(one)
+    with FileLock(one.lock.parent.mkdir(parents=True) or one.lock):
+        assert runner.is_running(one) and sweep.states([one]) == ["running"]
+    assert one.lock.exists() or os.name == "nt"  # what a killed process leaves
+    assert not runner.is_running(one) and sweep.states([one]) == ["to do"]
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["-j", "0"], "must be at least 1"), (["--gpus", "1"], "need --ray"), (["--ray", "auto", "-j", "2"], "-j is for one machine"), (["--limit", "0"], "limit must be at least 1"),
+    ],
+)  # fmt: skip
+def test_arguments_that_do_not_go_together(little, capsys, args, said):
+    assert cli.main(["sweep", str(little("grid: {seed: [0]}")), "--out", str(little.out), *args]) == 2
+    assert said in capsys.readouterr().err
+
+
+# ---- Ray -----------------------------------------------------------------------------------------------------------
+
+
+class FakeRay:
+    "What `OnRay` asks of Ray, in this process."
+
+    def __init__(self, resources):
+        self.resources, self.began, self.asked, self.cancelled = resources, None, None, []
+
+    def init(self, **how):
+        if how.get("address") == "auto":
+            raise ConnectionError("Could not find any running Ray instance.\nMore.")
+        if self.resources is None:
+            raise Exception("The current node timed out during startup.")
+        self.began = how
+
+    def nodes(self):
+        return [{"Alive": True, "Resources": self.resources}, {"Alive": False, "Resources": {"CPU": 99.0, "GPU": 99.0}}]
+
+    def remote(self, **needs):
+        self.asked = needs
+
+        def ref(function, *args):
+            future = Future()
+            future.set_result(function(*args))
+            return SimpleNamespace(future=lambda: future)
+
+        return lambda function: SimpleNamespace(remote=lambda *args: ref(function, *args))
+
+    def wait(self, refs, num_returns, timeout):
+        return [], list(refs)
+
+    def cancel(self, ref):
+        self.cancelled.append(ref)
+
+    def shutdown(self):
+        self.began = None
+
+
+def test_ray_runs_the_same_attempt(tmp_path, monkeypatch):
+    fake = FakeRay({"CPU": 4.0, "GPU": 1.0})
+    monkeypatch.setitem(sys.modules, "ray", fake)
+    monkeypatch.setattr(sweep, "attempt", lambda plan, retry: Outcome("done", plan.parameters["seed"]))
+    made = []
+    found = sweep.sweep([plan(tmp_path, s) for s in range(2)], lambda: made.append(sweep.OnRay("local", gpus=1, cpus=2)) or made[0])
+    assert sorted(o.seconds for _, o in found) == [0, 1]
+    assert fake.asked == {"num_gpus": 1, "num_cpus": 2, "max_retries": 0}
+    assert len(fake.cancelled) == 2 and fake.began is None
+    with pytest.raises(ValueError, match="no machine of the cluster has 2 GPU"):
+        sweep.OnRay("local", gpus=2)
+    with pytest.raises(ValueError, match="no Ray cluster at 'auto'.*ray start --head"):
+        sweep.OnRay("auto")
+    fake.resources = None
+    with pytest.raises(runner.RunFailed, match="Ray did not start on this machine: The current node timed out"):
+        sweep.OnRay("local")
+
+
+def test_missing_ray_names_the_extra(little, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert cli.main(["sweep", str(little("grid: {seed: [0]}")), "--out", str(little.out), "--ray", "local"]) == 2
+    assert "pip install 'bft_nb[cluster]'" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(os.environ.get("BFT_TEST_RAY") != "1", reason="BFT_TEST_RAY is not 1: starts Ray, which takes a minute and fails at times on a loaded machine")
+def test_ray_itself(little, capsys, monkeypatch):
+    monkeypatch.setenv("RAY_agent_register_timeout_ms", "300000")
+    grid = little("grid: {seed: [0, 1], mode: [ok, bad]}\nexclude: [{seed: 1, mode: bad}]")
+    assert cli.main(["sweep", str(grid), "--out", str(little.out), "--ray", "local"]) == 1
+    out, err = capsys.readouterr()
+    assert "Ray did not start" not in err, err
+    assert "2 done, 1 failed" in out and "ValueError: asked to fail" in out
+    assert little.runs() == {"0-ok": 1, "1-ok": 1}
+
+
+# ---- processes -----------------------------------------------------------------------------------------------------
+
+
+class Little:
+    "A notebook that notes each run in a folder, and grids beside it."
+
+    def __init__(self, folder):
+        self.folder, self.out, self.marks = folder, folder / "out", folder / "marks"
+        self.marks.mkdir()
+        kernel = {"kernelspec": {"name": "python3", "display_name": "python3", "language": "python"}}
+        body = [new_code_cell(PARAMETERS, metadata={"tags": ["parameters"]}), new_code_cell(BODY), new_code_cell(MARK)]
+        nbformat.write(new_notebook(cells=body, metadata=kernel), folder / "little.ipynb")
+
+    def __call__(self, text):
+        path = self.folder / "grid.yaml"
+        path.write_text(f"notebook: little.ipynb\nparameters: {{marks: '{self.marks}'}}\n{text}")
+        return path
+
+    def start(self, grid, *args):
+        command = [sys.executable, "-m", "bft_nb.cli", "sweep", str(grid), "--out", str(self.out), *args]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True)
+
+    def runs(self):
+        "How often each cell has come to its end."
+        return {p.stem: len(p.read_text().splitlines()) for p in self.marks.glob("*.runs")}
+
+    def outputs(self):
+        "What is in place, and since when."
+        return {p.name: p.stat().st_mtime_ns for p in self.out.glob("*.ipynb") if ".part." not in p.name}
+
+    def alive(self):
+        "Kernels that are still there."
+        return [pid for p in self.marks.glob("*.pid") if (pid := int(p.stem)) and _alive(pid)]
+
+
+def _alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split(")")[-1].split()[0] != "Z" if os.path.isdir("/proc") else os.kill(pid, 0) is None
+    except (OSError, IndexError):
+        return False
+
+
+def until(true, seconds=120):
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, "waited too long"
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def little(tmp_path):
+    return Little(tmp_path)
+
+
+def test_failures_are_told_and_the_rest_is_done_then_kept(little, capsys):
+    grid = little("grid: {mode: [bad, ok]}")
+
+    def bft(*args):
+        return cli.main(["sweep", str(grid), "--out", str(little.out), *args]), capsys.readouterr().out
+
+    status, out = bft("--dry-run")
+    assert status == 0 and "2 cells: 2 to do" in out and not little.out.exists()
+    status, out = bft()
+    assert status == 1 and "2 cells: 1 failed, 1 done" in out and "ValueError: asked to fail" in out
+    status, out = bft()
+    assert status == 1 and "1 failed, 1 kept" in out and "--retry-failed" in out and little.runs() == {"0-ok": 1}
+    status, out = bft("--dry-run")
+    assert status == 0 and "1 failed, 1 done" in out
+    status, out = bft("--retry-failed")
+    assert status == 1 and "[2/2] FAILED" in out and little.runs() == {"0-ok": 1}
+
+
+MOMENTS = {
+    "a child has begun": lambda little: len(list(little.out.glob(".locks/*"))),
+    "a notebook is being executed": lambda little: len(list(little.marks.glob("*.pid"))),
+    "one has come to its end, but may not be in place": lambda little: sum(little.runs().values()),
+    "one is in place": lambda little: len(little.outputs()),
+}
+
+
+def kill_when(child, grows):
+    "SIGKILL as soon as a number grows (or the sweep has come to its end)."
+    start = grows()
+    until(lambda: grows() > start or child.poll() is not None)
+    child.kill()
+    child.communicate()
+
+
+@pytest.mark.skipif(os.name == "nt", reason="signals")
+def test_killed_at_any_moment_it_goes_on_and_repeats_nothing(little):
+    grid = little("grid: {mode: [slow], seed: [0, 1, 2]}")
+    for moment in MOMENTS.values():  # the next begins at once: what the killed one has begun may still be ending
+        before = little.outputs()
+        kill_when(little.start(grid, "-j", "2"), partial(moment, little))
+        assert before.items() <= little.outputs().items()
+    kept, last = little.outputs(), little.start(grid, "-j", "2")
+    _, err = last.communicate(timeout=300)
+    assert last.returncode == 0, err
+    assert kept and kept.items() <= little.outputs().items()  # not written again
+    assert len(little.outputs()) == 3 and all(p.state() == "done" for p in sweep.plans(grid, little.out))
+    assert not list(little.out.glob("*.part.ipynb")) and not list(little.out.glob("*.failed.ipynb"))
+    until(lambda: not little.alive(), 30)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="signals")
+def test_interruption_ends_the_children(little):
+    child = little.start(little("grid: {mode: [hangs], seed: [0, 1]}"), "-j", "2")
+    until(lambda: len(list(little.marks.glob("*.pid"))) == 2)
+    child.send_signal(signal.SIGINT)  # to the sweep alone, not to its group as a terminal would
+    _, err = child.communicate(timeout=60)
+    assert child.returncode == 130 and "interrupted" in err
+    assert little.outputs() == {} and little.runs() == {}
+    until(lambda: not little.alive(), 30)
+
+
+def test_two_sweeps_at_once_share_the_cells(little):
+    grid = little("grid: {mode: [slow], seed: [0, 1, 2]}")
+    both = [little.start(grid) for _ in range(2)]
+    ends = [(*child.communicate(timeout=300), child.returncode) for child in both]
+    assert [status for *_, status in ends] == [0, 0], ends
+    assert little.runs() == {f"{seed}-slow": 1 for seed in range(3)}
+    assert len(little.outputs()) == 3
