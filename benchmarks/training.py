@@ -60,9 +60,9 @@ def with_trainer(split, batch_size, steps, folder):
 
 def bare(split, batch_size, steps):
     model = SASRec(split.n_items).train()
-    data = training.TrainingSequences(split.train, model.max_length)
-    batches = training.LengthBatches(data.lengths, batch_size)
-    loss = training.SequenceLoss(model, 512, float(data.lengths.sum()) / len(batches))
+    data = training.TrainingSequences(split.train, model)
+    batches = data.batches(batch_size, 0)
+    loss = training.SequenceLoss(model, 512, data.n_targets() / len(batches))
     optimizer = torch.optim.AdamW(training.parameter_groups(model, 1e-3, None, 0.0), fused=True)
     for step, rows in enumerate(batches, 1):
         batch = data.__getitems__(rows)

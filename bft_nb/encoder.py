@@ -202,7 +202,7 @@ def _predict_branch(layer: nn.TransformerEncoderLayer, belief: Belief, carry: bo
         jac = torch.zeros(()) if layer.jacobian == "none" else _network_jacobian(layer, belief.mean, a)
     return predict(belief, delta, jac, layer.process_noise)
 
-# %% ../nbs/22_encoder.ipynb #f12d000a
+# %% ../nbs/22_encoder.ipynb #bd4b0562
 def _check_sizes(d_model: int, nhead: int, dim_feedforward: int, dropout: float) -> None:
     for name, size in (("d_model", d_model), ("nhead", nhead), ("dim_feedforward", dim_feedforward)):
         check_count(name, size)
@@ -330,7 +330,7 @@ def precision_parameters(
 ) -> Iterator[nn.Parameter]:
     "The parameters that set a precision: log τ and the raw process noise."
     for part in module.modules():
-        if isinstance(part, BFTEncoderLayer) and part.raw_noise is not None:
-            yield part.raw_noise
+        if isinstance(noise := getattr(part, "raw_noise", None), nn.Parameter):
+            yield noise
         elif isinstance(part, (ItemPrecision, MLPPrecision, ConstantPrecision)):
             yield from part.parameters()

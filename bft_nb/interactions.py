@@ -33,6 +33,7 @@ class Sequences:
 
     offsets: Int64[np.ndarray, " bounds"]  # user u owns items[offsets[u] : offsets[u + 1]]
     items: Int32[np.ndarray, " events"]  # 1 … n_items
+    times: Int64[np.ndarray, " events"] | None = None  # of each event, where they are known and wanted
 
     def __len__(self) -> int: return len(self.offsets) - 1
 
@@ -62,7 +63,8 @@ def take(
 ) -> Sequences:  # the same users
     "Keep some events of each user."
     row = np.repeat(np.arange(len(sequences)), sequences.lengths)
-    return from_lengths(np.bincount(row[keep], minlength=len(sequences)), sequences.items[keep])
+    times = None if sequences.times is None else sequences.times[keep]
+    return replace(from_lengths(np.bincount(row[keep], minlength=len(sequences)), sequences.items[keep]), times=times)
 
 # %% ../nbs/30_interactions.ipynb #47b874d9
 def from_end(
@@ -90,6 +92,11 @@ class Interactions:
 
     @property
     def n_interactions(self) -> int: return len(self.sequences.items)
+
+    @property
+    def timed(self) -> Sequences:
+        "The sequences with their times, as far as these are known."
+        return replace(self.sequences, times=self.times)
 
     @property
     def density(self) -> float:
@@ -166,7 +173,7 @@ def time_column(
     if not np.isfinite(key).all(): raise ValueError(f"column {name!r} holds an infinite time")
     return key, whole_numbers(np.floor(key) if key.dtype.kind == "f" else key, name, "times")
 
-# %% ../nbs/30_interactions.ipynb #da2a395f
+# %% ../nbs/30_interactions.ipynb #9cdf8dec
 def position_column(
     frame: nw.DataFrame,
     name: str,  # column
@@ -377,7 +384,7 @@ def leave_one_out(
     if not isinstance(min_events, int | np.integer): raise TypeError(f"min_events must be a whole number, at least 3, got {min_events!r}")
     if min_events < 3: raise ValueError(f"min_events must be at least 3, got {min_events}")
     users = users_with(data, min_events, short)
-    sequences = rows(data.sequences, users)
+    sequences = rows(data.timed, users)
     end, last = from_end(sequences), sequences.offsets[1:] - 1
     ids = users.astype(np.int32)
     train = take(sequences, end > 2)
@@ -393,7 +400,8 @@ def rows(
     "The sequences of some users."
     if len(users) == len(sequences): return sequences
     keep = np.isin(np.repeat(np.arange(len(sequences)), sequences.lengths), users)
-    return from_lengths(sequences.lengths[users], sequences.items[keep])
+    times = None if sequences.times is None else sequences.times[keep]
+    return replace(from_lengths(sequences.lengths[users], sequences.items[keep]), times=times)
 
 # %% ../nbs/30_interactions.ipynb #aecf03e5
 def cut_times(
@@ -422,7 +430,7 @@ def next_after(
     has_next = (before > 0) & (before < data.sequences.lengths)
     inside = has_next & (data.times[np.where(has_next, target, 0)] < (np.inf if stop is None else stop))
     users = np.flatnonzero(inside)
-    history = take(rows(data.sequences, users), (data.times < start)[np.isin(row, users)])
+    history = take(rows(data.timed, users), (data.times < start)[np.isin(row, users)])
     return Examples(users.astype(np.int32), history, data.sequences.items[target[users]])
 
 # %% ../nbs/30_interactions.ipynb #c847dc36
@@ -432,7 +440,7 @@ def global_time(
 ) -> Split:
     "Split at two moments; users without history or without a next event ask nothing. `ValueError` without times or where a part is empty."
     start, stop = cut_times(data, quantiles)
-    past = take(data.sequences, np.asarray(data.times) < start)
+    past = take(data.timed, np.asarray(data.times) < start)
     users = np.flatnonzero(past.lengths > 0)
     valid, test = next_after(data, start, stop), next_after(data, stop, None)
     if not len(valid) or not len(test): raise ValueError(f"no user has events on both sides of {start} and {stop}: choose other quantiles than {quantiles}")

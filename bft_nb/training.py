@@ -106,15 +106,29 @@ def pad_rows(
     return np.where(step < length[:, None], items[index] if len(items) else 0, 0).astype(np.int64)
 
 
-class TrainingSequences(Dataset):
-    "Sequences of at least two items, fetched by batches: items without the last, labels without the first."
+def times_of(sequences: Any, model: nn.Module) -> Int[np.ndarray, " n"] | None:
+    "Times of the items if the model has use for them; `ValueError` if there are none."
+    if not getattr(model, "time_buckets", 0):
+        return None
+    if getattr(sequences, "times", None) is None:
+        raise ValueError("the model has time_buckets, and the data have no times")
+    return np.asarray(sequences.times)
 
-    def __init__(self, sequences: Any, max_length: int):
+
+class TrainingSequences(Dataset):
+    """Sequences of at least two items, fetched by batches; the model says what its inputs and labels are (`training_batch`).
+
+    What is random about a batch depends on the seed, the epoch and its first sequence alone: not on what was drawn before.
+    """
+
+    def __init__(self, sequences: Any, model: nn.Module):
         self.offsets, self.items = np.asarray(sequences.offsets), np.asarray(sequences.items)
-        self.max_length = max_length
+        self.times = times_of(sequences, model)
+        self.model, self.max_length = model, model.max_length
+        self.order: LengthBatches | None = None
         lengths = np.diff(self.offsets)
         self.rows = np.flatnonzero(lengths > 1)
-        self.lengths = np.minimum(lengths[self.rows] - 1, max_length)
+        self.lengths = np.minimum(lengths[self.rows] - 1, self.max_length)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -123,9 +137,26 @@ class TrainingSequences(Dataset):
         return {name: value[0] for name, value in self.__getitems__([i]).items()}
 
     def __getitems__(self, batch: list[int]) -> dict[str, Tensor]:
-        full = torch.from_numpy(pad_rows(self.offsets, self.items, self.rows[np.asarray(batch)], self.max_length + 1))
-        labels = full[:, 1:]
-        return {"items": full[:, :-1].where(labels != 0, 0), "labels": labels.where(labels != 0, IGNORE)}
+        rows, width = self.rows[np.asarray(batch)], self.max_length + 1
+        items, labels = self.model.training_batch(torch.from_numpy(pad_rows(self.offsets, self.items, rows, width)), self.generator(batch[0]))
+        found = {"items": items, "labels": labels.where(labels != 0, IGNORE)}
+        if self.times is not None:
+            found["times"] = torch.from_numpy(pad_rows(self.offsets, self.times, rows, width))[:, : items.shape[1]]
+        return found
+
+    def batches(self, batch_size: int, seed: int) -> "LengthBatches":
+        "The order in which to fetch, by seed and epoch."
+        self.order = LengthBatches(self.lengths, batch_size, seed)
+        return self.order
+
+    def generator(self, first: int) -> torch.Generator:
+        "Random numbers of the batch that begins with sequence `first`."
+        seed, epoch = (self.order.seed, self.order.epoch) if self.order else (0, 0)
+        return torch.Generator().manual_seed(int(np.random.SeedSequence([seed, epoch, first]).generate_state(1)[0]))
+
+    def n_targets(self) -> float:
+        "Expected number of targets of one epoch."
+        return self.model.n_targets(self.lengths + 1)
 
 
 class LengthBatches:
@@ -200,14 +231,17 @@ def evaluate(
     place = next(model.parameters()).device
     targets = torch.as_tensor(np.asarray(examples.targets)).long()
     order = np.argsort(np.diff(np.asarray(examples.histories.offsets)), kind="stable")
-    found = torch.empty(len(targets), dtype=torch.int64)
+    found, times = torch.empty(len(targets), dtype=torch.int64), times_of(examples.histories, model)
     training = model.training
     model.eval()
     try:
         for start in range(0, len(order), batch_size):
             rows = order[start : start + batch_size]
             seen = history_rows(examples.histories, rows)
-            scores = model.scores(model.last(seen_to_input(seen, model.max_length).to(place))).float()
+            read = [seen_to_input(seen, model.max_length).to(place)]
+            if times is not None:
+                read.append(torch.from_numpy(pad_rows(np.asarray(examples.histories.offsets), times, rows, model.max_length)).to(place))
+            scores = model.scores(model.last(*read)).float()
             found[rows] = ranks(scores, targets[rows].to(place), seen.to(place) if filter_seen else None).cpu()
     finally:
         model.train(training)
@@ -416,10 +450,10 @@ def _trainer(model, split, folder: Path, place: torch.device, settings: dict[str
 
     from bft_nb._trainer import OneDevice, Progress, RankingTrainer
 
-    data = TrainingSequences(split.train, model.max_length)
-    batches = LengthBatches(data.lengths, settings["batch_size"], settings["seed"])
+    data = TrainingSequences(split.train, model)
+    batches = data.batches(settings["batch_size"], settings["seed"])
     groups = parameter_groups(model.to(place), settings["lr"], settings["precision_lr"], settings["weight_decay"])
-    loss = SequenceLoss(model, settings["negatives"], float(data.lengths.sum()) / len(batches))
+    loss = SequenceLoss(model, settings["negatives"], data.n_targets() / len(batches))
     callbacks = [EarlyStoppingCallback(settings["patience"])]
     if progress:
         callbacks.append(Progress(len(batches) * settings["epochs"]))

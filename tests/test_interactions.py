@@ -163,6 +163,17 @@ def test_leave_one_out_puts_everything_in_its_place(lengths, seed):
     assert split.dropped == 0 and item_counts(split).sum() == data.n_interactions - 2 * data.n_users and item_counts(split)[0] == 0
 
 
+@pytest.mark.parametrize("split_of", [leave_one_out, global_time])
+def test_times_stay_with_their_events(split_of):
+    data = make([5, 3, 8, 4])
+    split = split_of(data)
+    when = {(u, n): t for u, (a, b) in enumerate(zip(data.sequences.offsets[:-1], data.sequences.offsets[1:], strict=True)) for n, t in enumerate(data.times[a:b])}
+    for users, part in ((split.users, split.train), (split.valid.users, split.valid.histories), (split.test.users, split.test.histories)):
+        want = [when[u, n] for u, length in zip(users.tolist(), part.lengths.tolist(), strict=True) for n in range(length)]
+        assert part.times.tolist() == want
+    assert leave_one_out(make([5, 3], times=False)).train.times is None
+
+
 def test_short_users():
     data = make([3, 2, 4, 1])
     with pytest.raises(ValueError, match="2 of 4 users have fewer than 3 events .*short='drop'"): leave_one_out(data)

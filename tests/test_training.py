@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bft_nb.backbones import SASRec
+from bft_nb.backbones import BACKBONES, SASRec
 from bft_nb.interactions import Examples, Sequences, Split, from_lengths
 from bft_nb.ranking import ndcg, ranks
 from bft_nb.training import (
@@ -34,9 +34,10 @@ def chain_split(users=120, n_items=24, seed=0) -> Split:
     return Split("leave_one_out", "ring", n_items, who, train, Examples(who, train, valid_targets), Examples(who, test, test_targets), hash=f"ring{seed}")
 
 
-def small(split, seed=0, **kw):
+def small(split, seed=0, backbone="sasrec", **kw):
     torch.manual_seed(seed)
-    return SASRec(split.n_items, **dict(max_length=10, d=16, dropout=0.2) | kw)
+    few = {"mask_probability": 0.3} if backbone == "bert4rec" else {}
+    return BACKBONES[backbone](split.n_items, **dict(max_length=10, d=16, dropout=0.2) | few | kw)
 
 
 QUICK = dict(device="cpu", batch_size=32, negatives=16, lr=5e-3, eval_batch_size=64)
@@ -111,7 +112,7 @@ def test_padding_is_no_negative_and_no_class():
 @pytest.mark.parametrize("negatives", [None, 8])
 def test_loss_covers_all_positions_and_weighs_targets_alike(split, negatives):
     model = small(split).eval()
-    data = TrainingSequences(split.train, 10)
+    data = TrainingSequences(split.train, model)
     batch = data.__getitems__(list(range(6)))
     torch.manual_seed(0)
     whole = SequenceLoss(model, negatives, 1.0)(model(batch["items"]), batch["labels"])
@@ -126,7 +127,7 @@ def test_loss_covers_all_positions_and_weighs_targets_alike(split, negatives):
 
 def test_training_rows_shift_by_one_and_keep_the_most_recent():
     sequences = Sequences(np.array([0, 1, 4, 10]), np.array([9, 1, 2, 3, 11, 12, 13, 14, 15, 16], dtype=np.int32))
-    data = TrainingSequences(sequences, max_length=4)
+    data = TrainingSequences(sequences, SASRec(16, max_length=4, d=4))
     assert len(data) == 2 and data.lengths.tolist() == [2, 4]  # one item has nothing to predict
     batch = data.__getitems__([0, 1])
     assert batch["items"].tolist() == [[1, 2, 0, 0], [12, 13, 14, 15]]
@@ -246,24 +247,65 @@ class Kill(t.Progress):
         if state.global_step == {step}: os._exit(9)
 t.Progress = Kill
 split = chain_split()
-fit(small(split, bft={bft}), split, epochs=5, patience=9, precision_lr=1e-2, out_dir={out!r}, progress=True, **QUICK)
+fit(small(split, backbone={backbone!r}, bft={bft}), split, epochs=5, patience=9, precision_lr=1e-2, out_dir={out!r}, progress=True, **QUICK)
 """
 
 
-@pytest.mark.parametrize(("step", "bft"), [(2, False), (10, False), (12, True)])
-def test_a_killed_run_ends_where_an_uninterrupted_one_does(split, tmp_path, step, bft):
-    script = KILLED.format(tests=os.path.dirname(__file__), step=step, bft=bft, out=str(tmp_path / "killed"))
+@pytest.mark.parametrize(("backbone", "step", "bft"), [("sasrec", 2, False), ("sasrec", 10, False), ("sasrec", 12, True), ("bert4rec", 10, False), ("hstu", 10, True)])
+def test_a_killed_run_ends_where_an_uninterrupted_one_does(split, tmp_path, backbone, step, bft):
+    script = KILLED.format(tests=os.path.dirname(__file__), step=step, backbone=backbone, bft=bft, out=str(tmp_path / "killed"))
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 9, done.stderr[-2000:]
     run = dict(epochs=5, patience=9, precision_lr=1e-2) | QUICK
     # before anything was saved a second call starts afresh, from its own first weights; later they don't matter
-    whole, resumed, again = (small(split, seed, bft=bft) for seed in (0, 0 if step == 2 else 5, 7))
+    whole, resumed, again = (small(split, seed, backbone, bft=bft) for seed in (0, 0 if step == 2 else 5, 7))
     want = fit(whole, split, **run)
     got = fit(resumed, split, out_dir=tmp_path / "killed", **run)
     assert without_seconds(got.history) == without_seconds(want.history)
     assert_equal(weights(resumed), weights(whole))
     assert fit(again, split, out_dir=tmp_path / "killed", **run) == got  # a finished run is not trained again
     assert_equal(weights(again), weights(whole))
+
+
+def test_blanks_depend_on_seed_and_epoch_and_not_on_what_was_drawn_before(split):
+    def epoch(seed, number, reverse=False):
+        data = TrainingSequences(split.train, small(split, backbone="bert4rec"))
+        batches = data.batches(16, seed)
+        batches.set_epoch(number)
+        drawn = list(batches)
+        return {tuple(b): data.__getitems__(b)["items"] for b in (drawn[::-1] if reverse else drawn)}
+
+    first, again, later = epoch(0, 3), epoch(0, 3, reverse=True), epoch(0, 4)
+    assert all(torch.equal(first[b], again[b]) for b in first)
+    hidden = lambda e: {r: int((row == 25).sum()) for b, items in e.items() for r, row in zip(b, items, strict=True)}
+    assert hidden(first) != hidden(later) != hidden(epoch(1, 4))
+    assert min(hidden(first).values()) >= 1
+
+
+def test_loss_of_blanks_is_a_mean(split):
+    result = fit(small(split, backbone="bert4rec"), split, epochs=1, **QUICK | dict(negatives=None, lr=1e-6))
+    assert result.history[0]["loss"] == pytest.approx(math.log(24), rel=0.05)
+
+
+@pytest.mark.parametrize("bft", [False, True])
+@pytest.mark.parametrize(("backbone", "epochs", "enough"), [("bert4rec", 12, 0.4), ("hstu", 6, 0.5)])
+def test_the_other_backbones_learn_the_ring(split, backbone, bft, epochs, enough):
+    result = fit(small(split, backbone=backbone, bft=bft), split, epochs=epochs, patience=epochs, **QUICK)
+    assert max(row["ndcg@10"] for row in result.history) > enough
+    assert result.history[-1]["loss"] < result.history[0]["loss"]
+
+
+def test_times_reach_the_model_in_training_and_evaluation():
+    sequences = Sequences(np.array([0, 3, 9]), np.array([1, 2, 3, 11, 12, 13, 14, 15, 16], dtype=np.int32), np.arange(9) * 86_400)
+    model = small(SimpleNamespace(n_items=24), backbone="hstu", max_length=4, time_buckets=64).eval()
+    batch = TrainingSequences(sequences, model).__getitems__([0, 1])
+    assert (batch["times"] // 86_400).tolist() == [[0, 1, 2, 0], [4, 5, 6, 7]] and batch["items"].tolist() == [[1, 2, 0, 0], [12, 13, 14, 15]]
+    examples = Examples(np.arange(2, dtype=np.int32), sequences, np.array([5, 6], dtype=np.int32))
+    with torch.no_grad():
+        scores = model.scores(model.last(torch.tensor([[13, 14, 15, 16]]), torch.tensor([[5, 6, 7, 8]]) * 86_400))
+    close(evaluate(model, examples)[1:], ranks(scores, torch.tensor([6]), torch.tensor([[11, 12, 13, 14, 15, 16]])))
+    with pytest.raises(ValueError, match="no times"):
+        evaluate(model, Examples(examples.users, from_lengths(np.array([3, 6]), sequences.items), examples.targets))
 
 
 def test_a_half_written_checkpoint_is_dropped(split, tmp_path):

@@ -452,8 +452,8 @@ def precision_parameters(
 ) -> Iterator[nn.Parameter]:
     "The parameters that set a precision: log τ and the raw process noise."
     for part in module.modules():
-        if isinstance(part, BFTEncoderLayer) and part.raw_noise is not None:
-            yield part.raw_noise
+        if isinstance(noise := getattr(part, "raw_noise", None), nn.Parameter):
+            yield noise
         elif isinstance(part, (ItemPrecision, MLPPrecision, ConstantPrecision)):
             yield from part.parameters()
 

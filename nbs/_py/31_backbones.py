@@ -16,8 +16,8 @@
 
 # %% [markdown]
 # **So far** we have interactions, split into a past to learn from and a future to predict. **Now** we need a model that reads a past.
-# **Why** this one: SASRec [@kang2018sasrec] is the transformer reduced to what recommendation needs, and it is the reference that every published comparison starts from.
-# The ordinary model and the filtering one differ in the class of their layers and in nothing else, so that a difference in their results has one cause.
+# **Why** three: SASRec [@kang2018sasrec] is the transformer reduced to what recommendation needs, and the reference that every published comparison starts from. BERT4Rec [@sun2019bert4rec] changes what a position may see, HSTU [@zhai2024] what it does with what it sees. The paper claims its filter for all of them.
+# Each comes plain and filtering, and the two differ in the class of their layers and in nothing else, so that a difference in their results has one cause.
 
 # %%
 #| hide
@@ -31,15 +31,24 @@ warnings.filterwarnings("ignore", message="IProgress not found")
 # %%
 #| exports
 import inspect
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from huggingface_hub import PyTorchModelHubMixin
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from bft_nb.attention import NO_EVIDENCE, Observation
 from bft_nb.core import Belief, check_count, check_flag, check_option, check_positive
+from bft_nb.dynamics import norm_jacobian, propagate, standardise
 from bft_nb.encoder import BFTEncoder, BFTEncoderLayer, ConstantPrecision, ItemPrecision, MLPPrecision
-from bft_nb.layer import Step
+from bft_nb.kalman import at_least_float32, update
+from bft_nb.layer import Step, normalise, reliability
+from bft_nb.sandwich import posterior_variance
 
 # %% [markdown]
 # ## The smallest case
@@ -96,10 +105,11 @@ def plain_encoder(
     n_heads: int,
     d_ff: int,  # width of the feed-forward network
     dropout: float,
-) -> nn.TransformerEncoder:  # pre-norm, GELU, batch first, final norm
+    norm_first: bool = True,  # pre-norm with a final norm; False: post-norm
+) -> nn.TransformerEncoder:  # GELU, batch first
     "The ordinary encoder, from torch's own classes."
-    layer = nn.TransformerEncoderLayer(d, n_heads, d_ff, dropout, "gelu", batch_first=True, norm_first=True)
-    return nn.TransformerEncoder(layer, n_layers, nn.LayerNorm(d), enable_nested_tensor=False)
+    layer = nn.TransformerEncoderLayer(d, n_heads, d_ff, dropout, "gelu", batch_first=True, norm_first=norm_first)
+    return nn.TransformerEncoder(layer, n_layers, nn.LayerNorm(d) if norm_first else None, enable_nested_tensor=False)
 
 
 # %%
@@ -118,11 +128,12 @@ def filter_encoder(
     n_heads: int,
     d_ff: int,
     dropout: float,
+    norm_first: bool = True,
     **options,  # further arguments of `BFTEncoderLayer`
 ) -> BFTEncoder:
     "The same stack with filtering layers: only the class differs."
-    layer = BFTEncoderLayer(d, n_heads, d_ff, dropout, "gelu", batch_first=True, norm_first=True, **options)
-    return BFTEncoder(layer, n_layers, nn.LayerNorm(d), enable_nested_tensor=False)
+    layer = BFTEncoderLayer(d, n_heads, d_ff, dropout, "gelu", batch_first=True, norm_first=norm_first, **options)
+    return BFTEncoder(layer, n_layers, nn.LayerNorm(d) if norm_first else None, enable_nested_tensor=False)
 
 
 # %% [markdown]
@@ -156,13 +167,13 @@ def initial_precision(
 
 
 # %% [markdown]
-# ## SASRec
+# ## What every backbone does
 #
 # Item embedding plus learned position, dropout, encoder. The score of item $i$ after position $t$ is the inner product with the item's own embedding [@kang2018sasrec]:
 #
 # $$x_t = \sqrt d\, m_{i_t} + p_t, \qquad r_{ti} = h_t^\top m_i \tag{31.2}$$
 #
-# The same $m$ serves at both ends with two jobs: large enough to be heard beside the position at the input, small enough for scores near zero at the start. The factor $\sqrt d$ at the input, which the authors' program has too, reconciles them; without it, validation NDCG@10 on Beauty after six epochs is .016 instead of .025 (learning rate 0.001, dropout .5, one seed).
+# The same $m$ serves at both ends with two jobs: large enough to be heard beside the position at the input, small enough for scores near zero at the start. The factor $\sqrt d$ at the input, which the authors' program has too, reconciles them; without it, validation NDCG@10 of SASRec on Beauty after six epochs is .016 instead of .025 (learning rate 0.001, dropout .5, one seed).
 #
 # Initialisation [D]: embeddings and positions $\mathcal N(0, 0.02^2)$, the padding row zero, the layers as torch makes them. Positions count from the first item of the (cut) history.
 
@@ -182,49 +193,73 @@ def check_sizes(n_items: int, max_length: int, d: int, n_layers: int, n_heads: i
 # %%
 #| exports
 def check_filter_options(
-    options: dict[str, object],  # of the filtering layers
+    options: dict[str, Any],  # of the filtering layers
     bft: bool,  # are there any?
+    layer: type[nn.Module] = BFTEncoderLayer,  # their class
 ) -> None:
-    "Raise `TypeError` for options a plain model can't have, or that `BFTEncoderLayer` does not know."
+    "Raise `TypeError` for options a plain model can't have, or that the filtering layer does not know."
     if options and not bft:
         raise TypeError(f"{', '.join(options)}: options of the filtering layers need bft=True")
-    allowed = [p.name for p in inspect.signature(BFTEncoderLayer).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    allowed = [p.name for p in inspect.signature(layer).parameters.values() if p.kind is p.KEYWORD_ONLY]
     if unknown := [name for name in options if name not in allowed]:
         raise TypeError(f"unknown option {unknown[0]!r} (allowed: {', '.join(allowed)})")
 
 
+# %% [markdown]
+# Training makes inputs and labels of whole sequences. The common way is to predict, after each item, the next one: the labels are the sequence moved by one place.
+
 # %%
 #| exports
-class SASRec(nn.Module, PyTorchModelHubMixin):
-    "Self-attentive sequential recommendation [@kang2018sasrec], plain or filtering."
+def next_item(
+    sequences: Int[Tensor, "b t1"],  # right-padded with 0
+) -> tuple[Int[Tensor, "b t"], Int[Tensor, "b t"]]:  # items; labels, 0 where there is nothing to predict
+    "Inputs and labels of next-item training [@kang2018sasrec]: the sequence without its last item, and without its first."
+    labels = sequences[:, 1:]
+    return sequences[:, :-1].where(labels != 0, 0), labels
+
+
+# %%
+next_item(torch.tensor([[2, 5, 1], [4, 3, 0]]))
+
+
+# %% [markdown]
+# The rest is common ground. A backbone adds three things: its encoder, what the encoder is told about who may look at whom (`visible`), and, if it does not learn by next items, its own `training_batch`.
+
+# %%
+#| exports
+class Backbone(nn.Module, PyTorchModelHubMixin):
+    "What the backbones share: items and positions in (31.2), one state per position out, scores against the items' own embedding."
+
+    special = 0  # ids after the last item that are not items, each with a position of its own: 1 for a mask
+    filter_layer: type[nn.Module] = BFTEncoderLayer  # whose options `options` are
 
     def __init__(
         self,
-        n_items: int,  # items are 1..n_items, 0 is padding
-        max_length: int = 50,  # longest history the positions cover
-        d: int = 64,  # width
-        n_layers: int = 2,
-        n_heads: int = 2,
-        d_ff: int | None = None,  # width of the feed-forward network; None: as wide as `d`
-        dropout: float = 0.3,  # on the embedding and inside the layers
-        bft: bool = False,  # filtering layers in place of torch's
-        precision: str = "item",  # where τ comes from: "item", "mlp" or "constant"; with `bft` only
-        precision_init: float = 1.0,  # τ at the start; with `bft` only
-        **options,  # further arguments of `BFTEncoderLayer`; with `bft` only
+        build: Callable[[], nn.Module],  # makes the encoder
+        n_items: int,
+        max_length: int,
+        d: int,
+        n_layers: int,
+        n_heads: int,
+        d_ff: int | None,
+        dropout: float,
+        bft: bool,
+        precision: str,
+        precision_init: float,
+        options: dict[str, Any],  # of the filtering layers
     ):
         super().__init__()
         check_sizes(n_items, max_length, d, n_layers, n_heads, d_ff, dropout)
         check_flag("bft", bft)
         check_option("precision", precision, ("item", "mlp", "constant"))
         check_positive("precision_init", precision_init)
-        check_filter_options(options, bft)
+        check_filter_options(options, bft, self.filter_layer)
         self.n_items, self.max_length, self.bft = n_items, max_length, bft
-        self.item_embedding = nn.Embedding(n_items + 1, d, padding_idx=0)
-        self.position_embedding = nn.Embedding(max_length, d)
+        self.item_embedding = nn.Embedding(n_items + 1 + self.special, d, padding_idx=0)
+        self.position_embedding = nn.Embedding(max_length + self.special, d)
         self.dropout = nn.Dropout(dropout)
-        build = filter_encoder if bft else plain_encoder
-        self.encoder = build(d, n_layers, n_heads, d if d_ff is None else d_ff, dropout, **options)
-        self.precision = initial_precision(precision, n_items, d, precision_init) if bft else None
+        self.encoder = build()
+        self.precision = initial_precision(precision, n_items + self.special, d, precision_init) if bft else None
         self.reset_embeddings()
 
     def reset_embeddings(self) -> None:
@@ -235,72 +270,110 @@ class SASRec(nn.Module, PyTorchModelHubMixin):
             self.item_embedding.weight[0] = 0
 
     def item_weights(self) -> Float[Tensor, "v d"]:
-        "The output embedding $m$, row 0 is padding."
-        return self.item_embedding.weight
+        "The output embedding $m$, row 0 is padding, row i item i."
+        return self.item_embedding.weight[: self.n_items + 1]
 
-    def check_ids(self, items: Int[Tensor, "..."]) -> None:
+    def item_precision(self) -> Float[Tensor, "v"]:
+        "Initial precision τ by item, entry 0 is padding; `TypeError` for a plain model."
+        if self.precision is None:
+            raise TypeError(f"a plain {type(self).__name__} tracks no precision: make it with bft=True")
+        items = torch.arange(self.n_items + 1, device=self.item_embedding.weight.device)[None]
+        return self.precision(items, self.embed_items(items))[0, :, 0]
+
+    def check_ids(self, items: Int[Tensor, "..."], special: int = 0) -> None:
         "Raise `TypeError` or `ValueError` for ids this model does not know."
         if not isinstance(items, Tensor) or items.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"items must be a tensor of int64 or int32, got {items.dtype if isinstance(items, Tensor) else type(items).__name__}")
-        wrong = (items < 0) | (items > self.n_items)
+        wrong = (items < 0) | (items > self.n_items + special)
         if bool(wrong.any()):
             raise ValueError(f"items must be ids 0 (padding) or 1..{self.n_items}, got {int(items[wrong][0])}")
 
     def check_items(self, items: Int[Tensor, "b t"]) -> None:
         "Raise `TypeError` or `ValueError` for ids or lengths this model does not know."
-        self.check_ids(items)
+        self.check_ids(items, self.special)
         if items.ndim != 2:
             raise ValueError(f"items must have shape (batch, time), got {tuple(items.shape)}")
+        if items.shape[1] > self.max_length + self.special:
+            raise ValueError(f"a history of {items.shape[1] - self.special} items is longer than max_length={self.max_length}: keep the most recent ones")
+
+    def check_histories(self, items: Int[Tensor, "b t"]) -> None:
+        "Raise `TypeError` or `ValueError` for what is no batch of histories of items, each with one position at least."
+        self.check_ids(items)
+        if items.ndim != 2 or not items.shape[1]:
+            raise ValueError(f"items must have shape (batch, time) with one position at least, got {tuple(items.shape)}")
         if items.shape[1] > self.max_length:
             raise ValueError(f"a history of {items.shape[1]} items is longer than max_length={self.max_length}: keep the most recent ones")
 
+    def training_batch(
+        self,
+        sequences: Int[Tensor, "b t1"],  # whole sequences, right-padded with 0, at most max_length + 1
+        generator: torch.Generator | None = None,  # of whatever is random about it
+    ) -> tuple[Int[Tensor, "b t"], Int[Tensor, "b t"]]:  # items for `forward`; labels, 0 where there is none
+        "What `bft_nb.training` learns from: `next_item`, unless the backbone says otherwise."
+        return next_item(sequences)
+
+    def n_targets(
+        self,
+        lengths: Int[np.ndarray, " n"],  # items per sequence
+    ) -> float:  # expected number of labels of all of them together
+        "How many labels `training_batch` gives on average."
+        return float((lengths - 1).sum())
+
+    def embed_items(self, items: Int[Tensor, "..."]) -> Float[Tensor, "... d"]:
+        "Embeddings as large as the encoder hears them, √d m (31.2)."
+        return self.item_embedding(items) * self.item_embedding.embedding_dim**0.5
+
     def embed(self, items: Int[Tensor, "b t"]) -> Tensor | Belief:
         "Input $x$ of the encoder (31.2), after dropout; with its initial precision if the encoder filters."
-        embedding = self.item_embedding(items) * self.item_embedding.embedding_dim**0.5
+        embedding = self.embed_items(items)
         positions = torch.arange(items.shape[1], device=items.device)
         x = self.dropout(embedding + self.position_embedding(positions))
         return x if self.precision is None else Belief(x, self.precision(items, embedding))
 
-    def encode(self, items: Int[Tensor, "b t"]) -> Float[Tensor, "b t d"]:
+    def visible(self, items: Int[Tensor, "b t"], times: Int[Tensor, "b t"] | None) -> dict[str, Any]:
+        "Arguments of the encoder that say who may look at whom."
+        raise NotImplementedError
+
+    def encode(self, items: Int[Tensor, "b t"], times: Int[Tensor, "b t"] | None = None) -> Float[Tensor, "b t d"]:
         "States of left-aligned histories, before padding is blanked."
         x = self.embed(items)
         if isinstance(x, Belief):
-            return self.encoder(x.mean, is_causal=True, precision=x.precision)
-        mask = nn.Transformer.generate_square_subsequent_mask(items.shape[1], device=x.device, dtype=x.dtype)
-        return self.encoder(x, mask=mask, is_causal=True)
+            return self.encoder(x.mean, precision=x.precision, **self.visible(items, times))
+        return self.encoder(x, **self.visible(items, times))
 
     def filter(
         self,
         items: Int[Tensor, "b t"],  # left-aligned, 0 is padding
+        times: Int[Tensor, "b t"] | None = None,  # of each item [s]; for a model with `time_buckets`
     ) -> tuple[Belief, list[Step]]:  # final belief; per layer: prior, observation, n_eff, posterior, predicted
         "What a filtering model believes at each position and how it got there; `TypeError` for a plain model."
         self.check_items(items)
         x = self.embed(items)
         if not isinstance(x, Belief):
-            raise TypeError("a plain SASRec tracks no precision: make it with bft=True")
-        return self.encoder(x, is_causal=True, with_intermediates=True)
+            raise TypeError(f"a plain {type(self).__name__} tracks no precision: make it with bft=True")
+        return self.encoder(x, with_intermediates=True, **self.visible(items, times))
 
     def forward(
         self,
         items: Int[Tensor, "b t"],  # histories, 0 is padding on either side
+        times: Int[Tensor, "b t"] | None = None,  # of each item [s]; for a model with `time_buckets`
     ) -> Float[Tensor, "b t d"]:  # $h_t$; zero where items are padding
         "State after each item of each history; `ValueError` if longer than `max_length`, `TypeError` for non-integers."
         self.check_items(items)
         pad = (items == 0).unsqueeze(-1)
         if not bool((pad[:, :-1] & ~pad[:, 1:]).any()):
-            return self.encode(items).masked_fill(pad, 0)
+            return self.encode(items, times).masked_fill(pad, 0)
         aligned, order = align_left(items)
-        hidden = self.encode(aligned)
+        hidden = self.encode(aligned, None if times is None else times.gather(1, order))
         back = order.argsort(dim=1).unsqueeze(-1).expand_as(hidden)
         return hidden.gather(1, back).masked_fill(pad, 0)
 
-    def last(self, items: Int[Tensor, "b t"]) -> Float[Tensor, "b d"]:
-        "State after the most recent item; zero for an empty history. `ValueError` unless there is a position to look at."
-        if items.ndim != 2 or not items.shape[1]:
-            raise ValueError(f"items must have shape (batch, time) with one position at least, got {tuple(items.shape)}")
+    def last(self, items: Int[Tensor, "b t"], times: Int[Tensor, "b t"] | None = None) -> Float[Tensor, "b d"]:
+        "State from which the next item is predicted: that of the most recent item; zero for an empty history. `ValueError` unless there is a position to look at."
+        self.check_histories(items)
         position = torch.arange(items.shape[1], device=items.device)
         index = torch.where(items != 0, position, 0).amax(1)
-        return self(items)[torch.arange(len(items), device=items.device), index]
+        return self(items, times)[torch.arange(len(items), device=items.device), index]
 
     def scores(
         self,
@@ -316,6 +389,42 @@ class SASRec(nn.Module, PyTorchModelHubMixin):
         scores = hidden @ self.item_weights().T
         scores[..., 0] = -torch.inf
         return scores
+
+
+# %% [markdown]
+# ## SASRec
+#
+# The first backbone is (31.1) and (31.2) and nothing else [@kang2018sasrec].
+
+# %%
+#| exports
+class SASRec(Backbone):
+    "Self-attentive sequential recommendation [@kang2018sasrec], plain or filtering: causal, learns every next item."
+
+    def __init__(
+        self,
+        n_items: int,  # items are 1..n_items, 0 is padding
+        max_length: int = 50,  # longest history the positions cover
+        d: int = 64,  # width
+        n_layers: int = 2,
+        n_heads: int = 2,
+        d_ff: int | None = None,  # width of the feed-forward network; None: as wide as `d`
+        dropout: float = 0.3,  # on the embedding and inside the layers
+        bft: bool = False,  # filtering layers in place of torch's
+        precision: str = "item",  # where τ comes from: "item", "mlp" or "constant"; with `bft` only
+        precision_init: float = 1.0,  # τ at the start; with `bft` only
+        **options,  # further arguments of `BFTEncoderLayer`; with `bft` only
+    ):
+        build = partial(filter_encoder if bft else plain_encoder, d, n_layers, n_heads, d if d_ff is None else d_ff, dropout, **options)
+        super().__init__(build, n_items, max_length, d, n_layers, n_heads, d_ff, dropout, bft, precision, precision_init, options)
+
+    def visible(self, items: Int[Tensor, "b t"], times: Int[Tensor, "b t"] | None) -> dict[str, Any]:
+        "Each position looks at itself and back (31.1)."
+        if self.bft:
+            return {"is_causal": True}
+        weight = self.item_embedding.weight
+        mask = nn.Transformer.generate_square_subsequent_mask(items.shape[1], device=weight.device, dtype=weight.dtype)
+        return {"is_causal": True, "mask": mask}
 
 
 # %% [markdown]
@@ -414,27 +523,579 @@ belief, steps = tracked.filter(histories[:1])
 steps[0].gain.mean(-1).detach()
 
 # %% [markdown]
+# ## BERT4Rec: looking both ways
+#
+# SASRec reads a history as it was lived, forwards. BERT4Rec [@sun2019bert4rec] lets every position look at all others, (31.1) without the triangle. Then the next item can no longer be the label: each position would see it.
+# So an item is hidden. A *mask* token $[\text{M}]$, with an embedding of its own, takes its place, and the model says what stood there, from both sides. This is the cloze test of a language class:
+#
+# $$\mathcal L = -\sum_{t \in \mathcal M} \log p\big(i_t \mid i_{\setminus \mathcal M}\big), \qquad t \in \mathcal M \text{ with probability } \rho \tag{31.3}$$
+#
+# To predict the future, append a mask to the history: the blank to be filled is the next item.
+# Training rarely leaves the last place blank and nothing else, and prediction always does, so with a small probability a sequence hides its last item alone, as the authors' program does for one in eleven. Every chosen item is replaced by the mask, as in the authors' runs (language models leave or swap some). A sequence in which nothing was chosen hides its last item.
+
+# %%
+#| exports
+def cloze(
+    sequences: Int[Tensor, "b t"],  # right-padded with 0
+    mask: int,  # id of the mask token
+    mask_probability: float,  # ρ
+    last_probability: float,  # of hiding the last item alone
+    generator: torch.Generator | None = None,
+) -> tuple[Int[Tensor, "b t"], Int[Tensor, "b t"]]:  # items with blanks; labels, 0 where nothing is hidden
+    "Hide items and ask for them (31.3) [@sun2019bert4rec]; every sequence hides at least one."
+    real = sequences != 0
+    hidden = real & (torch.rand(sequences.shape, generator=generator) < mask_probability)
+    alone = (torch.rand(len(sequences), 1, generator=generator) < last_probability) | ~hidden.any(1, keepdim=True)
+    last = torch.arange(sequences.shape[1]) == real.sum(1, keepdim=True) - 1
+    hidden = torch.where(alone, last & real, hidden)
+    return sequences.masked_fill(hidden, mask), sequences.where(hidden, 0)
+
+
+# %% [markdown]
+# The mask of a catalogue of six items is number 7. Two of Ida's three items are hidden here, and Bo's only one:
+
+# %%
+cloze(histories, 7, 0.5, 0.1, torch.Generator().manual_seed(1))
+
+
+# %% [markdown]
+# Positions, padding and scores are those of the other backbones, with one more position so that a full history has room for the mask. Padding needs care again: without the triangle it would be looked at, so it is hidden as a key. (An entirely empty row keeps one visible key, or the softmax over nothing would be NaN; its states are blanked anyway.)
+# The layers are pre-norm by default, as SASRec's, so that the two differ in what they look at and what they learn from; `norm_first=False` gives the post-norm layers of the original. Its extra output layer and item biases are left out for the same reason **[D]**.
+#
+# BERT4Rec learns from $\rho T$ positions of a sequence where SASRec learns from $T$, and its task changes every epoch: it needs several times as many epochs [@petrov2022bert4rec]. Give `fit` a patience of 20 or more, where SASRec is content with 5.
+
+# %%
+#| exports
+class BERT4Rec(Backbone):
+    "Bidirectional sequential recommendation [@sun2019bert4rec], plain or filtering: looks both ways, learns hidden items."
+
+    special = 1
+
+    def __init__(
+        self,
+        n_items: int,  # items are 1..n_items, 0 is padding, n_items + 1 the mask
+        max_length: int = 50,  # longest history, besides the mask
+        d: int = 64,  # width
+        n_layers: int = 2,
+        n_heads: int = 2,
+        d_ff: int | None = None,  # width of the feed-forward network; None: as wide as `d`
+        dropout: float = 0.3,  # on the embedding and inside the layers
+        mask_probability: float = 0.6,  # ρ, share of the items hidden in training; the authors take .6 on Beauty, .2 on MovieLens-1M
+        last_probability: float = 0.1,  # of hiding the last item alone
+        norm_first: bool = True,  # pre-norm with a final norm; False: post-norm, as the original
+        bft: bool = False,  # filtering layers in place of torch's
+        precision: str = "item",  # where τ comes from: "item", "mlp" or "constant"; with `bft` only
+        precision_init: float = 1.0,  # τ at the start, also that of the mask; with `bft` only
+        **options,  # further arguments of `BFTEncoderLayer`; with `bft` only
+    ):
+        check_flag("norm_first", norm_first)
+        for name, p in {"mask_probability": mask_probability, "last_probability": last_probability}.items():
+            if not 0 <= p <= 1:
+                raise ValueError(f"{name} must be in [0, 1], got {p}")
+        build = partial(filter_encoder if bft else plain_encoder, d, n_layers, n_heads, d if d_ff is None else d_ff, dropout, norm_first=norm_first, **options)
+        super().__init__(build, n_items, max_length, d, n_layers, n_heads, d_ff, dropout, bft, precision, precision_init, options)
+        self.mask, self.mask_probability, self.last_probability = n_items + 1, mask_probability, last_probability
+
+    def training_batch(self, sequences: Int[Tensor, "b t"], generator: torch.Generator | None = None) -> tuple[Int[Tensor, "b t"], Int[Tensor, "b t"]]:
+        "Sequences with blanks and what stood there, `cloze`."
+        return cloze(sequences, self.mask, self.mask_probability, self.last_probability, generator)
+
+    def n_targets(self, lengths: Int[np.ndarray, " n"]) -> float:
+        "Expected number of blanks: one if the last item is hidden alone or nothing was chosen, else ρ of the items."
+        chosen = self.mask_probability * lengths + (1 - self.mask_probability) ** lengths
+        return float((self.last_probability + (1 - self.last_probability) * chosen).sum())
+
+    def visible(self, items: Int[Tensor, "b t"], times: Int[Tensor, "b t"] | None) -> dict[str, Any]:
+        "All look at all but padding."
+        pad = items == 0
+        return {"src_key_padding_mask": pad & ~(pad.all(1, keepdim=True) & (torch.arange(items.shape[1], device=items.device) == 0))}
+
+    def append_mask(
+        self,
+        items: Int[Tensor, "b t"],  # histories of at most `max_length`, 0 is padding on either side
+    ) -> Int[Tensor, "b t1"]:  # left-aligned, each followed by the mask
+        "Histories with a blank for the next item; raises what `check_histories` does."
+        self.check_histories(items)
+        aligned = nn.functional.pad(align_left(items)[0], (0, 1))
+        return aligned.scatter(1, (items != 0).sum(1, keepdim=True), self.mask)
+
+    def last(self, items: Int[Tensor, "b t"], times: Int[Tensor, "b t"] | None = None) -> Float[Tensor, "b d"]:
+        "State of the mask appended to each history; also for an empty one, whose mask stands alone."
+        asked = self.append_mask(items)
+        return self(asked)[asked == self.mask]
+
+
+# %%
+torch.manual_seed(0)
+bert = BERT4Rec(n_items=6, max_length=5, d=8).eval()
+bert.append_mask(histories)
+
+# %% [markdown]
+# Here the future does change the past, and that is the point. The experiment of the causal figure again:
+
+# %%
+torch.manual_seed(1)
+bert_twelve = BERT4Rec(n_items=40, max_length=12, d=16).eval()
+moved_both = (bert_twelve(changed) - bert_twelve(history)).norm(dim=-1).detach()
+
+# %%
+#| label: fig-both-sides
+#| fig-cap: "With BERT4Rec, replacing the item at one position (row) moves the states at all positions (columns), in both directions."
+#| code-fold: true
+fig, ax = plt.subplots()
+image = ax.imshow(moved_both, cmap="viridis")
+ax.set(xlabel="position of the state", ylabel="position of the replaced item", xticks=range(0, 12, 2), yticks=range(0, 12, 2))
+fig.colorbar(image, label="change of the state [h]")
+plt.show()
+
+# %%
+assert float(moved_both.min()) > 0
+
+# %% [markdown]
+# The filtering form is again a change of layers. The mask has a precision of its own, the last entry of $\log\tau$: a blank has much to learn from its neighbours and little to tell them, and training may say so by lowering it.
+
+# %%
+bert_filter = BERT4Rec(n_items=6, max_length=5, d=8, bft=True, kriging=False, kalman=False).eval()
+bert_filter.load_state_dict(bert.state_dict(), strict=False)
+torch.testing.assert_close(bert_filter.last(histories), bert.last(histories), atol=1e-6, rtol=1e-5)
+bert_filter.precision.tau
+
+# %% [markdown]
+# ## HSTU: counting instead of averaging
+#
+# A softmax averages: ten similar neighbours say no more than one. HSTU [@zhai2024] replaces it by a pointwise SiLU, so that the neighbours' number is heard:
+#
+# $$a_{tj} = \frac1N \operatorname{SiLU}\big(q_t\cdot k_j + b_{t-j} + b_{\text{time}(t,j)}\big), \qquad j \le t \tag{31.4}$$
+#
+# $b_{t-j}$ is one learned number per distance, and there is an optional one per interval of time. $N$ is a constant, the longest history, as in the authors' program: the padded length of a batch would let the company in the batch matter. The inner product is not divided by $\sqrt k$.
+
+# %%
+#| exports
+def pointwise_relevance(
+    logits: Float[Tensor, "*batch t t"],  # q·k plus biases
+    n: int,  # N
+) -> Float[Tensor, "*batch t t"]:  # a of any sign, 0 for j > t
+    "Causal pointwise attention (31.4) [@zhai2024]."
+    return (nn.functional.silu(logits) / n).tril()
+
+
+# %% [markdown]
+# With equal logits of one, a third neighbour adds as much as the second did:
+
+# %%
+pointwise_relevance(torch.ones(3, 3), 3).sum(-1)
+
+
+# %% [markdown]
+# Time enters by the logarithm of the seconds between two items, since a minute and two differ more than a year and a year and a minute. The base 1.35 is that of the authors' program. The interval runs between two items of the history; theirs takes the time of the item to be predicted as known, ours does not **[D]**.
+
+# %%
+#| exports
+def time_bucket(
+    times: Int[Tensor, "b t"],  # of each item, non-decreasing [s]
+    n: int,  # number of buckets
+) -> Int[Tensor, "b t t"]:  # in 0 … n − 1, by query and key
+    "Logarithmic bucket of the time between two items, log(seconds)/0.301 rounded down [@zhai2024]."
+    seconds = (times[:, :, None] - times[:, None, :]).abs().clamp(min=1)
+    return (seconds.double().log() / 0.301).long().clamp(max=n - 1)
+
+
+# %%
+time_bucket(torch.tensor([[0, 60, 3600, 86400, 31536000]]), 128)[0, :, 0]
+
+# %% [markdown]
+# What leaves attention is a sum of unknown size, so the layer has a norm of its own behind it; then a gate $u$, computed from the token itself, decides feature by feature what to let through. There is no feed-forward network:
+#
+# $$[u, v, q, k] = \operatorname{SiLU}\big(W\operatorname{norm}(h)\big), \qquad h' = h + W_O\Big(\operatorname{norm}\Big(\sum_j a_{tj} v_j\Big) \circ u_t\Big) + c \tag{31.5}$$
+#
+# Both norms are layer norms without weights, with $\varepsilon = 10^{-6}$.
+
+# %%
+#| exports
+class HSTULayer(nn.Module):
+    "One layer of HSTU (31.5) [@zhai2024] in plain PyTorch. Weights of all pairs are in memory: (b, h, t, t)."
+
+    def __init__(
+        self,
+        d: int,  # width, divisible by `n_heads`
+        n_heads: int,
+        max_length: int,  # N, and the number of distances with a bias
+        dropout: float = 0.0,  # on the gated sum
+        time_buckets: int = 0,  # intervals of time with a bias; 0: no times
+    ):
+        super().__init__()
+        check_count("time_buckets", time_buckets, 0)
+        self.n_heads, self.max_length = n_heads, max_length
+        self.norm1, self.norm2 = (nn.LayerNorm(d, 1e-6, elementwise_affine=False) for _ in range(2))
+        self.in_proj, self.out_proj = nn.Linear(d, 4 * d, bias=False), nn.Linear(d, d)
+        self.position_bias = nn.Parameter(0.02 * torch.randn(max_length))
+        self.time_bias = nn.Parameter(0.02 * torch.randn(time_buckets)) if time_buckets else None
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, h: Float[Tensor, "b t d"], times: Int[Tensor, "b t"] | None = None) -> Float[Tensor, "b t d"]:
+        "Equation (31.5)."
+        u, a, v = self.attend(h, times)
+        return h + self.leave(a @ v, u)
+
+    def attend(self, h: Float[Tensor, "b t d"], times: Int[Tensor, "b t"] | None) -> tuple[Tensor, Tensor, Tensor]:
+        "Gate u (b, t, d), relevances a (b, h, t, t) and values v (b, h, t, k)."
+        u, v, q, k = nn.functional.silu(self.in_proj(self.norm1(h))).chunk(4, -1)
+        v, q, k = (x.unflatten(-1, (self.n_heads, -1)).transpose(1, 2) for x in (v, q, k))
+        return u, pointwise_relevance(q @ k.mT + self.bias(h.shape[1], times), self.max_length), v
+
+    def bias(self, t: int, times: Int[Tensor, "b t"] | None) -> Float[Tensor, "*b t t"]:
+        "Relative bias by distance, and by time where the layer has one; `ValueError` if it then gets no times."
+        position = torch.arange(t, device=self.position_bias.device)
+        bias = self.position_bias[(position[:, None] - position).clamp(min=0)]
+        if self.time_bias is None:
+            return bias
+        if times is None:
+            raise ValueError("a model with time_buckets needs the times of its items")
+        return bias + self.time_bias[time_bucket(times, len(self.time_bias))][:, None]
+
+    def leave(self, heads: Float[Tensor, "b h t k"], u: Float[Tensor, "b t d"]) -> Float[Tensor, "b t d"]:
+        "Norm, gate and output projection of the heads' sums."
+        return self.out_proj(self.dropout(self.norm2(heads.transpose(1, 2).flatten(2)) * u))
+
+
+# %%
+torch.manual_seed(0)
+hstu_layer = HSTULayer(d=4, n_heads=1, max_length=3)
+h = torch.randn(1, 3, 4)
+hstu_layer.attend(h, None)[1][0, 0]
+
+# %% [markdown]
+# Relevances have both signs and no row sums to one: this is chapter 14's case.
+#
+# ### The filtering form
+#
+# **Reliability.** In $b_{tj} = a_{tj}\bar\lambda_j$ a factor common to all $\bar\lambda$ would scale the sum. The norm that follows removes it, but not quite, because of its $\varepsilon$, and a layer must not change because everyone became surer. Kriging is free of scale by its normaliser; here we divide by the mean over the keys a query may see **[D]**:
+#
+# $$b_{tj} = a_{tj}\, \frac{\bar\lambda_j}{\frac1t \sum_{i \le t}\bar\lambda_i} \tag{31.6}$$
+#
+# With equal reliabilities, whatever their size, $b = a$ and the sum is HSTU's own.
+
+# %%
+import sympy as sp
+
+# %%
+from bft_nb.sandwich import claimed_variance, sandwich_variance, signed_kappa, signed_weights
+from bft_nb.symbolic import prove
+
+# %%
+a1, a2, l1, l2, c = sp.symbols("a1 a2 lambda1 lambda2 c", positive=True)
+relative = lambda x, y: (a1 * x + a2 * y) / ((x + y) / 2)
+prove(relative(c * l1, c * l2) - relative(l1, l2)), prove(relative(c, c) - (a1 + a2))
+
+
+# %% [markdown]
+# **Variance.** Chapter 14 gives the sandwich, the claim of the tracked precision and their posterior (14.5), all per head and value dimension. Written with its functions:
+
+# %%
+def observe_by_chapter_14(a, lam_bar, v, nu0=1.0):
+    "Mean, variance and κ of (31.6): the version to read."
+    typical = lam_bar.cumsum(-1) / torch.arange(1, lam_bar.shape[-1] + 1)
+    a, lam_bar = a / typical[:, None, :, None], lam_bar[:, None]
+    kappa = signed_kappa(signed_weights(a, lam_bar))
+    variance = posterior_variance(sandwich_variance(a, lam_bar, v), claimed_variance(a, lam_bar), kappa, nu0)
+    return signed_weights(a, lam_bar) @ v, variance, kappa
+
+
+# %% [markdown]
+# That passes over the table of weights a dozen times. All it needs from the table are sums, and three matrix products give them all when columns are appended to the values: $b$ times $[v, 1]$, $|b|$ times $[v, 1]$, and $b^2$ times $[v^2, v, 1, 1/\bar\lambda]$. The division by the typical reliability waits until the sums are there.
+
+# %%
+#| exports
+class SignedMoments(NamedTuple):
+    "What three products with the weights b = a λ̄ yield; every entry sums over keys."
+
+    b_v: Float[Tensor, "b h t k"]  # Σ b v
+    b: Float[Tensor, "b h t 1"]  # Σ b
+    abs_v: Float[Tensor, "b h t k"]  # Σ |b| v
+    abs: Float[Tensor, "b h t 1"]  # Σ |b|
+    sq_vv: Float[Tensor, "b h t k"]  # Σ b² v²
+    sq_v: Float[Tensor, "b h t k"]  # Σ b² v
+    sq: Float[Tensor, "b h t 1"]  # Σ b²
+    claimed: Float[Tensor, "b h t 1"]  # Σ b²/λ̄
+
+
+# %%
+#| exports
+def signed_moments(
+    a: Float[Tensor, "b h t t"],  # relevances of any sign, 0 for j > t
+    lam_bar: Float[Tensor, "b t"],  # reliability λ̄ of each key, > 0
+    v: Float[Tensor, "b h t k"],  # values
+) -> SignedMoments:
+    "The sums from which chapter 14 makes mean, variance and κ."
+    k, lam_bar = v.shape[-1], lam_bar[:, None].unsqueeze(-1)
+    one, b = torch.ones_like(v[..., :1]), a * lam_bar.mT
+    signed, absolute = b @ torch.cat([v, one], -1), b.abs() @ torch.cat([v, one], -1)
+    squared = b.square() @ torch.cat([v.square(), v, one, one / lam_bar], -1)
+    return SignedMoments(*signed.split([k, 1], -1), *absolute.split([k, 1], -1), *squared.split([k, k, 1, 1], -1))
+
+
+# %%
+#| exports
+def pointwise_observe(
+    a: Float[Tensor, "b h t t"],  # relevances of any sign, 0 for j > t
+    lam_bar: Float[Tensor, "b t"],  # reliability λ̄ of each key, > 0, [h⁻²]
+    v: Float[Tensor, "b h t k"],  # values, [v]
+    nu0: float = 1.0,  # ν₀ > 0, what the prior is worth in observations
+) -> Observation:  # float32 or wider; precision 1/`NO_EVIDENCE` and n_eff 0 where no relevance differs from 0
+    "The sum of unnormalised attention (31.6) with its sandwich variance (14.2, 14.3, 14.5) [@bft2026]."
+    with torch.autocast(v.device.type, enabled=False):
+        v, lam_bar = at_least_float32(v), at_least_float32(lam_bar)
+        origin = v[..., :1, :].detach()  # residuals do not change; the squares lose less to rounding
+        x = signed_moments(at_least_float32(a), lam_bar, v - origin)
+        typical = (lam_bar.cumsum(-1) / torch.arange(1, lam_bar.shape[-1] + 1, device=v.device))[:, None, :, None]
+        largest, heard = torch.maximum(x.b.square(), x.sq), x.sq > 0
+        safe = torch.where(heard, largest, 1)
+        level = x.abs_v / torch.where(heard, x.abs, 1)
+        centre = level + x.b / safe * (x.b_v - x.b * level)  # (14.3)
+        sandwich = (x.sq_vv - 2 * centre * x.sq_v + centre.square() * x.sq).clamp_min(0)  # (14.2)
+        kappa = torch.where(heard, x.sq / safe, 1)
+        variance = posterior_variance(sandwich, x.claimed, kappa, nu0) / typical.square()
+        variance = torch.where(heard, variance, NO_EVIDENCE).clamp(1 / NO_EVIDENCE, NO_EVIDENCE)
+        return Observation((x.b_v + x.b * origin) / typical, variance.reciprocal(), (heard / kappa).squeeze(-1))
+
+
+# %% [markdown]
+# The two agree, in value and gradient:
+
+# %%
+gen = torch.Generator().manual_seed(0)
+draw = lambda *shape: torch.randn(*shape, generator=gen, dtype=torch.float64)
+a, lam_bar, v = draw(2, 2, 6, 6).tril().requires_grad_(), draw(2, 6).exp().requires_grad_(), draw(2, 2, 6, 3).requires_grad_()
+seen, (mean, variance, kappa) = pointwise_observe(a, lam_bar, v), observe_by_chapter_14(a, lam_bar, v)
+torch.testing.assert_close(seen, Observation(mean, 1 / variance, 1 / kappa.squeeze(-1)))
+
+# %%
+fast, plain = (torch.autograd.grad(m.sin().sum() + w.log().sum(), (a, lam_bar, v), retain_graph=True) for m, w in ((seen.mean, seen.precision), (mean, 1 / variance)))
+torch.testing.assert_close(fast, plain)
+
+# %% [markdown]
+# For the three tokens above, with an unreliable second one:
+
+# %%
+u, a, v = hstu_layer.attend(h, None)
+seen = pointwise_observe(a, torch.tensor([[1.0, 0.1, 1.0]]), v)
+seen.n_eff[0, 0].detach(), seen.mean[0, 0, :, 0].detach(), seen.precision[0, 0, :, 0].detach()
+
+
+# %% [markdown]
+# **To the residual stream.** A sum $o$ with variances $V$ passes the norm, the gate and $W_O$. By the delta method, with the diagonal $J$ of the norm's Jacobian (13.4), and (21.2) for the projection **[D]**:
+#
+# $$1/\lambda_{obs} = (W_O \circ W_O)\big((J \circ u)^2 \circ V\big) \tag{31.7}$$
+#
+# It is kept above $10^{-12}$, so that a closed gate gives a large precision and no infinite one. A head all of whose relevances vanish says zero for certain; if all heads do, nothing was observed.
+
+# %%
+#| exports
+LEAST_VARIANCE = 1e-12  # of an observation in the residual stream, [h²]
+
+
+# %%
+#| exports
+def gated_precision(
+    seen: Observation,  # sums of all heads, in front of the norm
+    u: Float[Tensor, "b t d"],  # gate
+    weight: Float[Tensor, "d d"],  # W_O
+    eps: float,  # of the norm
+) -> Float[Tensor, "b t d"]:  # λ_obs, [h⁻²]
+    "Precision behind norm, gate and output projection (31.7)."
+    with torch.autocast(u.device.type, enabled=False):
+        heard = seen.n_eff > 0
+        variance = torch.where(heard.unsqueeze(-1), seen.precision.reciprocal(), 0)
+        o, variance = (x.transpose(1, 2).flatten(2) for x in (seen.mean, variance))
+        through = norm_jacobian(*standardise(o, "layer", eps)) * at_least_float32(u)
+        stream = nn.functional.linear(through.square() * variance, at_least_float32(weight).square())
+        return torch.where(heard.any(1).unsqueeze(-1), stream.clamp_min(LEAST_VARIANCE), NO_EVIDENCE).reciprocal()
+
+
+# %% [markdown]
+# **Predict.** HSTU has no feed-forward network, hence no dynamics besides staying where one is: $J = 0$, and process noise alone moves the belief on, $1/\lambda'' = 1/\lambda' + Q$ **[D]**. (Reading the gated branch itself as dynamics would count it twice: it is the observation.)
+
+# %%
+#| exports
+class BFTHSTULayer(HSTULayer):
+    """A filter step with HSTU's attention: `HSTULayer` plus a process noise [@bft2026].
+
+    `kriging=False` and `kalman=False` give `HSTULayer` back. Raises `ValueError` for options out of range."""
+
+    def __init__(
+        self,
+        d: int,
+        n_heads: int,
+        max_length: int,
+        dropout: float = 0.0,
+        time_buckets: int = 0,
+        *,
+        kriging: bool = True,  # weigh keys by reliability (31.6); False: HSTU's own relevances
+        kalman: bool = True,  # gain λ_obs/(λ + λ_obs); False: gain one, the plain residual
+        process_noise: float = 0.1,  # Q at the start, per feature, ≥ 0 [h²]; 0: none, and not learned
+        nu0: float = 1.0,  # ν₀, degrees of freedom of the prior, > 0
+    ):
+        super().__init__(d, n_heads, max_length, dropout, time_buckets)
+        check_positive("process_noise", process_noise, zero=True)
+        check_positive("nu0", nu0)
+        check_flag("kriging", kriging)
+        check_flag("kalman", kalman)
+        self.kriging, self.kalman, self.nu0 = kriging, kalman, nu0
+        start = torch.full((d,), process_noise + math.log(-math.expm1(-process_noise)) if process_noise else 0.0)
+        self.raw_noise = nn.Parameter(start) if process_noise else None
+
+    @property
+    def process_noise(self) -> Tensor:
+        "Q, per feature, [h²]."
+        return torch.zeros(()) if self.raw_noise is None else nn.functional.softplus(self.raw_noise)
+
+    def step(self, belief: Belief, times: Int[Tensor, "b t"] | None = None, carry: bool = True) -> Step:
+        "One filter step, with everything the layer saw. `carry=False` leaves out the prediction of the precision."
+        observation, n_eff = self.observe(belief, times)
+        posterior = update(belief, observation)
+        if not self.kalman:
+            posterior = Belief(belief.mean + observation.mean, posterior.precision)
+        still = torch.zeros((), device=belief.mean.device)
+        predicted = Belief(posterior.mean, propagate(posterior.precision, still, self.process_noise)) if carry else posterior
+        return Step(belief, observation, n_eff, posterior, predicted)
+
+    def observe(self, belief: Belief, times: Int[Tensor, "b t"] | None) -> tuple[Belief, Tensor]:
+        "Attention, norm and gate: e and λ_obs in the residual stream, and n_eff per head."
+        u, a, v = self.attend(belief.mean, times)
+        lam_bar = reliability(belief) if self.kriging else torch.ones_like(belief.precision[..., 0])
+        seen = pointwise_observe(a, lam_bar, v, self.nu0)
+        lam_obs = gated_precision(seen, u, self.out_proj.weight, self.norm2.eps)
+        return Belief(self.leave(seen.mean.to(v.dtype), u), lam_obs), seen.n_eff
+
+
+# %%
+#| exports
+class HSTUEncoder(nn.Module):
+    "A stack of `HSTULayer`s or `BFTHSTULayer`s with a final norm; tensor in, tensor out; `Belief` in, `Belief` out."
+
+    def __init__(self, layers: list[HSTULayer], d: int):
+        super().__init__()
+        self.layers, self.norm = nn.ModuleList(layers), nn.LayerNorm(d)
+        if getattr(layers[-1], "raw_noise", None) is not None:
+            layers[-1].raw_noise.requires_grad_(False)  # no observation follows it, as in chapter 22
+
+    def forward(
+        self,
+        src: Tensor | Belief,  # (b, t, d), left-aligned
+        times: Int[Tensor, "b t"] | None = None,
+        *,
+        precision: Tensor | None = None,  # λ of a tensor `src`; the result is a tensor
+        with_intermediates: bool = False,  # also return one `Step` per layer; filtering layers only
+    ) -> Tensor | Belief | tuple[Belief, list[Step]]:
+        "Run or filter a sequence."
+        if not isinstance(src, Belief) and precision is None:
+            for layer in self.layers:
+                src = layer(src, times)
+            return self.norm(src)
+        belief = src if isinstance(src, Belief) else Belief(src, precision)
+        steps, carry = [], isinstance(src, Belief)
+        for layer in self.layers:
+            steps.append(layer.step(belief, times, carry or layer is not self.layers[-1]))
+            belief = steps[-1].predicted
+        belief = normalise(belief, self.norm) if carry else belief._replace(mean=self.norm(belief.mean))
+        return (belief, steps) if with_intermediates else belief if carry else belief.mean
+
+
+# %%
+#| exports
+class HSTU(Backbone):
+    "Hierarchical sequential transduction unit [@zhai2024], plain or filtering: causal, unnormalised attention, learns every next item."
+
+    filter_layer = BFTHSTULayer
+
+    def __init__(
+        self,
+        n_items: int,  # items are 1..n_items, 0 is padding
+        max_length: int = 50,  # longest history the positions cover, and N of (31.4)
+        d: int = 64,  # width
+        n_layers: int = 2,
+        n_heads: int = 2,
+        dropout: float = 0.3,  # on the embedding and inside the layers
+        time_buckets: int = 0,  # intervals of time with a bias, 128 in the authors' program; 0: order only
+        bft: bool = False,  # filtering layers
+        precision: str = "item",  # where τ comes from: "item", "mlp" or "constant"; with `bft` only
+        precision_init: float = 1.0,  # τ at the start; with `bft` only
+        **options,  # further arguments of `BFTHSTULayer`; with `bft` only
+    ):
+        layer = BFTHSTULayer if bft else HSTULayer
+        build = lambda: HSTUEncoder([layer(d, n_heads, max_length, dropout, time_buckets, **options) for _ in range(n_layers)], d)
+        super().__init__(build, n_items, max_length, d, n_layers, n_heads, None, dropout, bft, precision, precision_init, options)
+        self.time_buckets = time_buckets
+
+    def visible(self, items: Int[Tensor, "b t"], times: Int[Tensor, "b t"] | None) -> dict[str, Any]:
+        "Each position looks at itself and back, always; the layers only need to know when."
+        return {"times": times}
+
+
+# %% [markdown]
+# Switched off, the filter is HSTU:
+
+# %%
+torch.manual_seed(0)
+hstu = HSTU(n_items=6, max_length=5, d=8).eval()
+hstu_filter = HSTU(n_items=6, max_length=5, d=8, bft=True, kriging=False, kalman=False).eval()
+hstu_filter.load_state_dict(hstu.state_dict(), strict=False)
+torch.testing.assert_close(hstu_filter(histories), hstu(histories), atol=1e-6, rtol=1e-5)
+
+# %% [markdown]
+# Switched on, its gain in the first layer, for Ida:
+
+# %%
+HSTU(n_items=6, max_length=5, d=8, bft=True).eval().filter(histories[:1])[1][0].gain.mean(-1).detach()
+
+# %% [markdown]
+# ## By name
+
+# %%
+#| exports
+BACKBONES: dict[str, type[Backbone]] = {"sasrec": SASRec, "bert4rec": BERT4Rec, "hstu": HSTU}
+
+
+# %%
+{name: sum(p.numel() for p in backbone(n_items=100).parameters()) for name, backbone in BACKBONES.items()}
+
+# %% [markdown]
 # ## How it fails
 #
 # A history longer than the positions cover is refused, because silently dropping items is a decision: the batches of `bft_nb.training` make it and keep the most recent `max_length`.
 
 # %%
 test_fail(lambda: model(torch.ones(1, 6, dtype=torch.long)), contains="longer than max_length=5")
+test_fail(lambda: bert.last(torch.ones(1, 6, dtype=torch.long)), contains="longer than max_length=5")
 test_fail(lambda: model(torch.ones(1, 3)), contains="float32")
 test_fail(lambda: SASRec(n_items=6, d=64, n_heads=3), contains="d=64 and n_heads=3")
 test_fail(lambda: SASRec(n_items=6, nu0=2.0), contains="nu0")
 test_fail(lambda: SASRec(n_items=6, bft=True, precision="user"), contains="'user'")
+test_fail(lambda: BERT4Rec(n_items=6, mask_probability=1.5), contains="mask_probability must be in [0, 1], got 1.5")
+test_fail(lambda: HSTU(n_items=6, time_buckets=128)(histories), contains="needs the times")
+
+# %% [markdown]
+# A history of one item has one neighbour, itself: the sandwich has no residual to look at, and the prior carries the observation.
+
+# %%
+one = HSTU(n_items=6, max_length=5, d=8, bft=True).eval().filter(torch.tensor([[4]]))[1][0]
+one.n_eff[0, :, 0].detach(), bool(torch.isfinite(one.observation.precision).all())
 
 # %% [markdown]
 # ## Assumptions, and where they break
 #
-# Time enters only as order: a pause of a minute and one of a year look alike. The positions are learned, so a model trained on short histories has never seen the later ones. Both are what the reference does; HSTU, later, changes the first.
+# - Time enters SASRec and BERT4Rec only as order: a pause of a minute and one of a year look alike. HSTU can take the times, where there are any.
+# - The positions are learned, so a model trained on short histories has never seen the later ones.
+# - BERT4Rec is trained on blanks anywhere and asked at the end. A state of one of its *items* is not a prediction of the next one; only the mask's is.
+# - HSTU keeps the relevances of all pairs in memory, $B H T^2$ numbers, and its filtering form some more: at $T = 200$ and 128 histories of two heads, 41 MB for each such table. A blocked form, as chapter 20 has for softmax, is possible and not done.
+# - Plain HSTU is the cheapest of the three, and its filter costs relatively most: about 2.2 times the plain step on a CPU (d = 64, two layers), against 1.3 for SASRec and BERT4Rec, because a signed sum needs three products with the weights where a mean needs one.
+# - The variance behind HSTU's norm is the delta method's, and treats features as independent. Where the sum is small beside the norm's $\varepsilon$, as in an untrained layer, the norm is nearly linear and the approximation is good.
 #
 # ## Summary
 #
-# - SASRec turns a history into one state per position; the score of an item is the inner product with its embedding.
+# - A backbone turns a history into one state per position; the score of an item is the inner product with its embedding. It says itself what a batch teaches: the next item, or the hidden ones.
 # - Padding of any amount on either side, and the rest of the batch, change nothing but rounding.
-# - The encoder is torch's own; the filtering form changes the class of the layers only.
+# - The filtering form changes the class of the layers only: kriging and REML for the softmax of SASRec and BERT4Rec, the sandwich for HSTU's signed sums.
 #
 # ## Exercises
 #
@@ -448,6 +1109,31 @@ test_fail(lambda: SASRec(n_items=6, bft=True, precision="user"), contains="'user
 bag = SASRec(n_items=6, max_length=3, d=8, n_layers=1).eval()
 bag.position_embedding.weight.data.zero_()
 torch.testing.assert_close(bag.last(torch.tensor([[2, 5, 1]])), bag.last(torch.tensor([[5, 2, 1]])))
+
+# %% [markdown]
+# </details>
+#
+# **2.** A neighbour is heard ten times instead of once. What happens to the output of a softmax over ten equal keys, and to HSTU's sum before its norm?
+#
+# <details><summary>Answer</summary>
+#
+# The softmax gives each a tenth of the weight, and the mean stays. The sum is ten times as large. Behind the norm it matters only in company: ten copies of one value drown a second value that is heard once, in proportion ten to one, where the softmax with logits of one kind would say the same.
+
+# %%
+ten, value = torch.ones(1, 10), torch.full((10, 1), 3.0)
+(ten.softmax(-1) @ value).item(), (nn.functional.silu(ten) / 50 @ value).item(), (nn.functional.silu(ten[:, :1]) / 50 @ value[:1]).item()
+
+# %% [markdown]
+# </details>
+#
+# **3.** How many blanks does BERT4Rec fill per epoch in a history of $n = 8$ items, on average, and how many next items does SASRec predict?
+#
+# <details><summary>Answer</summary>
+#
+# With $\rho = 0.6$ and one sequence in ten that hides the last item alone, $0.1 + 0.9\,(8\rho + (1-\rho)^8)$; SASRec predicts 7.
+
+# %%
+bert.n_targets(np.array([8])), model.n_targets(np.array([8]))
 
 # %% [markdown]
 # </details>
