@@ -254,7 +254,7 @@ def line(dataset: str, arm: str) -> dict[str, str]:
     "One line of the table."
     rows = cell(dataset, arm)
     found = over_seeds(choose(rows, split="test"), ["dataset"]).droplevel(0)
-    shown = {m: f"{found['mean'][m]:.4f} ± {found['sd'][m]:.4f}" for m in ("hr@10", "ndcg@10", "hr@20", "ndcg@20")}
+    shown = {m: f"{found['mean'][m]:.4f} ± {found['sd'][m]:.4f}" for m in ("hr@10", "ndcg@10")}
     paired = {f"Δ NDCG@10 to {other}": signed(compare(rows, cell(dataset, other))["all"]) if arm != other else "" for other in ("plain", "filter, off") if len(cell(dataset, other))}
     return {"data": dataset, "layer": arm, "seeds": str(found["seeds"]["hr@10"]), **shown, **paired}
 
@@ -265,6 +265,8 @@ pairs = [(name, arm) for name in names for arm in ARMS if len(cell(name, arm))]
 pd.DataFrame([line(*pair) for pair in pairs]).set_index(["data", "layer"])
 
 # %% [markdown]
+# **Reading.** Against plain, the filter's HR@10 is higher on both sets by 3 % of its value, the intervals just clear of zero; NDCG@10 is higher by an amount whose intervals include it. But the null, which tracks no precision, gains as much on Sports and more on Beauty, where it beats the filter outside its interval. What helps is where dropout acts. **Precision itself adds nothing we can measure on these two sets, and takes a little away on Beauty.** Had the null been left out, this page would have reported a small success.
+#
 # ### Rare items
 
 
@@ -277,7 +279,7 @@ def by_quarter(dataset: str, arm: str) -> pd.DataFrame:
 
 # %%
 #| label: fig-quarters
-#| fig-cap: "HR@10 by popularity of the target: the layers differ by less than their intervals in every quarter (bars: mean over seeds; whiskers: 95 % Wilson interval over users)."
+#| fig-cap: "HR@10 by popularity of the target: the three layers stay within each other's intervals in every quarter but the most popular on Beauty (bars: mean over seeds; whiskers: 95 % Wilson interval over users)."
 #| code-fold: true
 fig, axes = plt.subplots(1, len(names), figsize=(4 * len(names), 3), squeeze=False)
 for ax, name in zip(axes[0], names):
@@ -304,6 +306,8 @@ def differences(name: str, other: str) -> pd.Series:
 pd.DataFrame([differences(*pair) for pair in pairs if pair[1] != "filter"]).T
 
 # %% [markdown]
+# **Reading.** The paper's claim for rare items is not borne out. Against plain the rarest quarter loses on Beauty and gains on Sports, and against the null neither difference is outside its interval; on Beauty the popular quarter is the one that gains, from the null as much as from the filter.
+#
 # ### What the filter learnt
 
 
@@ -339,3 +343,19 @@ def moves_by_quarter(name: str, arm: str) -> pd.Series:
 
 # %%
 pd.DataFrame([moves_by_quarter(*pair) for pair in pairs]).round(3)
+
+# %% [markdown]
+# **Reading.** Attention moves rare items less than popular ones in every layer here, also in the two that have no gain. The order of the gains is real, and it is the one the paper reports, but training finds the same order without a precision. The [positive control](positive_control.ipynb) shows the other half, weighing by reliability, in a world where the truth is known: there too the plain layer learns from content what the filter states as $\tau$.
+#
+# ### Caveats
+#
+# - Two seeds, and one of the null on Sports. The intervals are over users; between seeds the filter's NDCG@10 on Beauty differs by .0014, as much as the layers do.
+# - One backbone, one width, one rate of dropout. The common learning rate and the dropout were not searched for either layer; the patience was chosen on the plain layer's need, the precision's learning rate on the filter's.
+# - Amazon times are days; about 45 % of users have their last two events on one day, in the order of the file.
+# - The published figures for SASRec with sampled softmax or full cross-entropy on Beauty lie between .083 and .092 in HR@10; ours is at the lower end.
+#
+# ## Summary
+#
+# - The filter's lead over plain SASRec on Beauty and Sports is matched by a null without precision: it is owed to dropout on $e$ instead of on the weights.
+# - The mechanism of the paper shows, higher $\tau$ and lower gain for rare items; a benefit for rare items does not.
+# - Left to a fast learning rate $\tau$ runs away; at the common one it stays near one, and that scores best on validation.
