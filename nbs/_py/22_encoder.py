@@ -525,7 +525,7 @@ test_fail(lambda: ItemPrecision(3, -1.0), contains="positive")
 #
 # - Gradients do not flow through the Jacobian by default (`jacobian="full"` lets them): the network is trained for its prediction, not for making its own slope small **[D]**, and it is cheaper.
 # - The Jacobian is that of the network without dropout.
-# - With `kalman=False` the gain is off its optimum, and by Joseph's form (12.5) only $\lambda_{\text{obs}}$ would be left of the precision. The option changes the mean alone, so that an ablation changes one thing **[D]**; `Step.gain` then is the gain that was not applied.
+# - With `kalman=False` the gain is off its optimum, and by Joseph's form (12.5) only $\lambda_{\text{obs}}$ would be left of the precision. The option changes the mean alone, so that an ablation changes one thing **[D]**; the `gain` of `Step` then is the gain that was not applied.
 # - Dropout acts on $e$, not on the weights; a comparison with torch's layer must keep that difference in mind, and the recommendation experiment has a row for it.
 #
 # ## Summary

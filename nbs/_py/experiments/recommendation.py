@@ -279,7 +279,7 @@ def by_quarter(dataset: str, arm: str) -> pd.DataFrame:
 
 # %%
 #| label: fig-quarters
-#| fig-cap: "HR@10 by popularity of the target: the three layers stay within each other's intervals in every quarter but the most popular on Beauty (bars: mean over seeds; whiskers: 95 % Wilson interval over users)."
+#| fig-cap: "HR@10 by popularity of the target: the three layers' intervals overlap in every quarter (bars: mean over seeds; whiskers: 95 % Wilson interval over users)."
 #| code-fold: true
 fig, axes = plt.subplots(1, len(names), figsize=(4 * len(names), 3), squeeze=False)
 for ax, name in zip(axes[0], names):
