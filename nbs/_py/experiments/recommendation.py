@@ -254,7 +254,7 @@ def line(dataset: str, arm: str) -> dict[str, str]:
     "One line of the table."
     rows = cell(dataset, arm)
     found = over_seeds(choose(rows, split="test"), ["dataset"]).droplevel(0)
-    shown = {m: f"{found['mean'][m]:.4f} ± {found['sd'][m]:.4f}" for m in ("hr@10", "ndcg@10")}
+    shown = {m: f"{found['mean'][m]:.4f}" + (f" ± {found['sd'][m]:.4f}" if found["seeds"][m] > 1 else "") for m in ("hr@10", "ndcg@10")}
     paired = {f"Δ NDCG@10 to {other}": signed(compare(rows, cell(dataset, other))["all"]) if arm != other else "" for other in ("plain", "filter, off") if len(cell(dataset, other))}
     return {"data": dataset, "layer": arm, "seeds": str(found["seeds"]["hr@10"]), **shown, **paired}
 
