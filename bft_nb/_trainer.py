@@ -1,5 +1,6 @@
 """What `bft_nb.training.fit` adds to `transformers.Trainer`; a module of its own, because importing `transformers` takes seconds."""
 
+import logging
 import math
 import time
 from typing import Any
@@ -10,6 +11,10 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from bft_nb.ranking import Ranking
 from bft_nb.training import LengthBatches, evaluate
+
+
+# it orders checkpoints by number where a file system's times do not tell them apart: nothing a user could act on
+logging.getLogger("transformers.trainer_utils").addFilter(lambda record: "mtime may not be reliable" not in record.getMessage())
 
 
 class OneDevice(TrainingArguments):

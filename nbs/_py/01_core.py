@@ -192,8 +192,9 @@ def check_positive(
     zero: bool = False,  # may it be zero?
 ) -> None:
     "Raise `ValueError` unless `value` is a finite number above zero (or zero, where that is allowed)."
+    number = value.detach() if isinstance(value, Tensor) else value
     try:
-        fits = math.isfinite(value) and (value > 0 or zero and value == 0)
+        fits = math.isfinite(number) and (number > 0 or zero and number == 0)
     except TypeError:
         fits = False
     if not fits:

@@ -6,7 +6,6 @@
 #     name: python3
 # ---
 
-
 # %% [markdown]
 # # A recommender
 #
