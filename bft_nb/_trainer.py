@@ -12,7 +12,6 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from bft_nb.ranking import Ranking
 from bft_nb.training import LengthBatches, evaluate
 
-
 # it orders checkpoints by number where a file system's times do not tell them apart: nothing a user could act on
 logging.getLogger("transformers.trainer_utils").addFilter(lambda record: "mtime may not be reliable" not in record.getMessage())
 
