@@ -885,7 +885,7 @@ def noise_floor(
 
 
 # %%
-{vocab: (round(noise_floor(0.3, vocab), 3), round(0.3 * np.log(vocab), 3)) for vocab in (len(tokenizer), 32_000, 49_152)}
+{vocab: (round(noise_floor(0.3, vocab), 3), round(float(0.3 * np.log(vocab)), 3)) for vocab in (len(tokenizer), 32_000, 49_152)}
 
 # %% [markdown]
 # So the training loss of a run at $np = 0.3$ cannot fall below 3.9 with a vocabulary of 49,152, and runs must be compared on *clean* held-out questions. Note also what (41.5) does not say: the most probable token is still the true one as long as $np < 1$. Uniform noise costs an unlimited learner its calibration and none of its answers; what it costs in practice comes from limited data, whose wrong labels can be learnt by heart.
