@@ -426,6 +426,7 @@ class Collator:
         return {"input_ids": pad(rows, self.pad_id, self.side), "attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
 
     def __call__(self, examples: Sequence[Example]) -> dict[str, Tensor]:
+        "A batch; `ValueError` for an example without a label, or with one that nothing predicts."
         for e in examples: check_example(e)
         labels = pad([e.labels for e in examples], IGNORED, self.side)[:, 1:]
         keep = (labels != IGNORED).any(0).nonzero().squeeze(1)

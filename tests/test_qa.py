@@ -14,8 +14,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-pytest.importorskip("transformers")
-
 from bft_nb import qa, qa_formats
 from bft_nb.download import DownloadError, Source
 from bft_nb.models import load_model, tiny_llama, tiny_tokenizer

@@ -299,7 +299,7 @@ def load_questions(
 # %% [markdown]
 # ### Distractors in the context
 #
-# *Lost in the Middle* found that models overlook a gold passage in the middle of many [@liu2024lost]. Its files fix three places among 20. For other numbers of distractors we prepared a file with up to 20 BM25 neighbours of each question, chosen to hold no accepted answer, from a pool of 23,160 passages. The results are of *BM25 distractors*, not of a retrieval from Wikipedia: the pool is small, and it holds passages of SQuAD.
+# *Lost in the Middle* found that models overlook a gold passage in the middle of many [@liu2024lost]. Its files fix three places among 20. For other numbers of distractors we prepared a file with up to 20 BM25 neighbours of each question, chosen to hold no accepted answer, from a pool of 23,160 passages. The results are of *BM25 distractors*, not of a retrieval from Wikipedia: the pool is small, and it holds passages of SQuAD. No distractor holds an accepted answer as whole words after normalisation; 242 of the questions have one that holds it inside a longer word or number (14 in 1914).
 
 
 # %%
@@ -663,6 +663,7 @@ class Collator:
         return {"input_ids": pad(rows, self.pad_id, self.side), "attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
 
     def __call__(self, examples: Sequence[Example]) -> dict[str, Tensor]:
+        "A batch; `ValueError` for an example without a label, or with one that nothing predicts."
         for e in examples: check_example(e)
         labels = pad([e.labels for e in examples], IGNORED, self.side)[:, 1:]
         keep = (labels != IGNORED).any(0).nonzero().squeeze(1)
