@@ -33,15 +33,15 @@ TEXT = ("exp", "dataset", "model", "split", "metric", "device", "commit")
 RANK_CAP = 255  # ranks are stored in a byte; beyond this place no metric here looks
 
 
-def canonical(params: Mapping[str, Any] | str) -> str:
-    "Parameters as JSON with sorted keys, so that equal parameters are equal text; `ValueError` unless a JSON object."
+def canonical(params: Mapping[str, Any] | str, name: str = "params") -> str:
+    "Parameters as JSON with sorted keys, so that equal parameters are equal text; `ValueError` with their name unless a JSON object."
     try:
         value = json.loads(params) if isinstance(params, str) else dict(params)
         text = json.dumps(value, sort_keys=True, allow_nan=False)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"params must be a JSON object, got {params!r}") from error
+        raise ValueError(f"{name} must be a JSON object, got {params!r}") from error
     if not isinstance(value, dict):
-        raise ValueError(f"params must be a JSON object, got {params!r}")
+        raise ValueError(f"{name} must be a JSON object, got {params!r}")
     return text
 
 

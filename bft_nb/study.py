@@ -16,12 +16,16 @@ from bft_nb.core import check_option
 from bft_nb.report import choose, load_rows, over_seeds
 from bft_nb.results import canonical, load_history
 
-__all__ = ["ARMS", "BUDGET", "DATASETS", "HISTORIES", "NULL", "TUNED_ON", "cell", "history_strata", "metrics", "study_rows", "tuned", "tuning"]
+__all__ = ["ARMS", "BACKBONE_OPTIONS", "BUDGET", "DATASETS", "HISTORIES", "TUNED_ON", "cell", "history_strata", "metrics", "study_rows", "tuned", "tuning"]
 
 TUNED_ON = "beauty"
 DATASETS = ("beauty", "sports", "toys", "instruments", "yelp", "ml1m")
-NULL = canonical({"kriging": False, "kalman": False})  # the filtering layer with its filter switched off
-ARMS: dict[str, dict[str, Any]] = {"plain": {"bft": False, "options": "{}"}, "null": {"bft": True, "options": NULL}, "filter": {"bft": True, "options": "{}"}}
+ARMS: dict[str, dict[str, Any]] = {  # the kinds of layer: options of the filtering layer, none for the plain one
+    "plain": {},
+    "null": {"kriging": False, "kalman": False},  # the filtering layer with its filter switched off
+    "filter": {},
+}
+BACKBONE_OPTIONS: dict[str, dict[str, Any]] = {"bert4rec": {"mask_probability": 0.3, "last_probability": 0.5}}  # of every arm
 BUDGET = {"d": 64, "negatives": 512, "epochs": 30, "dtype": "float32"}
 SETTINGS = {"bft", "max_length", "batch_size", "thin", "split_hash", "dropout", "lr", "precision_lr", *BUDGET}  # whatever else a run names is an option of its layers
 HISTORIES = (4, 6, 10)  # a user's items: up to 4, up to 6, up to 10, more
@@ -41,17 +45,17 @@ def study_rows(folder: Path | None = None) -> pd.DataFrame:
     return choose(rows.assign(options=[_options(p) for p in rows["params"]]), **BUDGET)
 
 
-def _arm(arm: str | Mapping[str, Any]) -> dict[str, Any]:
+def _arm(backbone: str, arm: str | Mapping[str, Any]) -> dict[str, Any]:
     "What distinguishes the rows of an arm; a mapping is options of the filtering layer."
     if isinstance(arm, str):
         check_option("arm", arm, ARMS)
-        return ARMS[arm]
-    return {"bft": True, "options": canonical(arm)}
+    options = ARMS[arm] if isinstance(arm, str) else arm
+    return {"model": backbone, "bft": arm != "plain", "options": canonical({**BACKBONE_OPTIONS.get(backbone, {}), **options})}
 
 
 def tuning(rows: pd.DataFrame, backbone: str, arm: str) -> pd.DataFrame:
     "NDCG@10 on the validation items of `TUNED_ON` at seed 0 by dropout (down) and learning rate (across)."
-    tried = choose(rows, dataset=TUNED_ON, model=backbone, seed=0, thin=1.0, split="valid", metric="ndcg@10", **_arm(arm))
+    tried = choose(rows, dataset=TUNED_ON, seed=0, thin=1.0, split="valid", metric="ndcg@10", **_arm(backbone, arm))
     return tried.pivot_table(index="dropout", columns="lr", values="value")
 
 
@@ -72,9 +76,12 @@ def cell(
     thin: float = 1.0,
     **settings: float,  # dropout and lr; default: as tuned for this arm (for options: as for the filter)
 ) -> pd.DataFrame:  # all seeds; empty if there is none
-    "The stored rows of a cell."
-    settings = settings or tuned(rows, backbone, arm if isinstance(arm, str) else "filter")
-    return choose(rows, dataset=dataset, model=backbone, thin=thin, **settings, **_arm(arm))
+    "The stored rows of a cell; none for an arm that has not been tuned."
+    layer = arm if isinstance(arm, str) else "filter"
+    if not settings and tuning(rows, backbone, layer).empty:
+        return rows.iloc[:0]
+    settings = settings or tuned(rows, backbone, layer)
+    return choose(rows, dataset=dataset, thin=thin, **settings, **_arm(backbone, arm))
 
 
 def metrics(rows: pd.DataFrame, split: str = "test") -> pd.DataFrame:

@@ -167,6 +167,12 @@ def test_strata_lie_beside_ranks(tmp_path):
             save_ranks(path, np.array([1, 2, 3]), np.array(bad))
 
 
+@pytest.mark.parametrize("text", ["{", "[1]", "7"])
+def test_what_is_no_json_object_is_named(text):
+    with pytest.raises(ValueError, match="options must be a JSON object, got"):
+        canonical(text, "options")
+
+
 def test_history_lies_beside_ranks(tmp_path):
     path = save_ranks(tmp_path / "r.npz", np.array([1, 300]), history=np.array([3, 2000]))
     assert load_history(path).tolist() == [3, 255]

@@ -55,7 +55,7 @@ def test_a_cell_is_all_seeds_of_one_setting_and_nothing_else(folder):
     count = lambda *of, **kw: len(study.cell(rows, *of, **kw)["params"].unique())
     assert seeds("beauty", "sasrec") == [0, 1] and count("beauty", "sasrec") == 1
     assert seeds("beauty", "sasrec", "plain") == seeds("beauty", "sasrec", "null") == [0]
-    assert seeds("sports", "sasrec") == [0] and seeds("toys", "sasrec") == []
+    assert seeds("sports", "sasrec") == [0] and seeds("toys", "sasrec") == [] and seeds("beauty", "hstu") == []
     assert count("beauty", "sasrec", thin=0.5) == 1
     assert json.loads(study.cell(rows, "beauty", "sasrec", {"precision": "mlp"})["params"].iloc[0])["precision"] == "mlp"
     assert json.loads(study.cell(rows, "beauty", "sasrec", {"precision_lr": 0.03})["params"].iloc[0])["precision_lr"] == 0.03

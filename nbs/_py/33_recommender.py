@@ -1128,8 +1128,8 @@ assert real[0].high < real[-1].low
 [round(float(stored[f"log_loss.{name}"]), 4) for name in ("rate", "sharpness", "precision", "both")]
 
 # %% [markdown]
-# The level is too high: in every fifth the hit rate lies below what was said. The hidden event lies one step further from the training data than the validation event from which the promise was learnt, and tastes move; besides, the validation users also chose the epoch. And here the log precision adds **nothing** to sharpness
-# (the last number is not smaller than the second; in the order of the list: same rate for all, sharpness, log precision, both).
+# The level is too high: in every fifth the hit rate lies below what was said. The hidden event lies one step further from the training data than the validation event from which the promise was learnt, and tastes move; besides, the validation users also chose the epoch. And here the log precision adds next to nothing to sharpness:
+# a thousandth of a nat (the last number against the second; in the order of the list: same rate for all, sharpness, log precision, both).
 #
 # ## How it fails
 #
@@ -1179,7 +1179,7 @@ with tempfile.TemporaryDirectory() as folder:
 # ## Summary
 #
 # - A table goes in, own ids come out, with a confidence that is the probability of a hit and has been held against hits.
-# - Low confidence means fewer hits, on the synthetic world and on MovieLens. Most of it comes from sharpness; the posterior precision adds something here and nothing there.
+# - Low confidence means fewer hits, on the synthetic world and on MovieLens. Most of it comes from sharpness; the posterior precision adds something on the former and next to nothing on the latter.
 # - Every recommendation can be asked for its reasons: kriging weights, precision, gain, and the exact effect of leaving an item out.
 #
 # ## Exercises

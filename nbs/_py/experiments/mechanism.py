@@ -23,10 +23,12 @@ backbones = ["sasrec", "bert4rec", "hstu"]
 # %%
 import matplotlib.pyplot as plt
 import pandas as pd
+import torch
 
 from bft_nb.backbones import BACKBONES
 from bft_nb.core import check_option
-from bft_nb.figures import COLOUR, use_style
+from bft_nb.figures import use_style
+from bft_nb.kriging import kriging_weights
 from bft_nb.report import STRATA, choose, compare, signed
 from bft_nb.study import DATASETS, cell, metrics, study_rows
 
@@ -94,6 +96,29 @@ pd.DataFrame({key: without_tau(key) for key in cells if len(choose(cells[key], s
 
 
 # %% [markdown]
+# ## Why the plain layer needs no $\tau$ to weigh
+#
+# **We derived.** Queries have a bias: $q_t = W_q x_t + b_q$. In the logit it contributes $b_q^\top k_j/\sqrt k$, which depends on the key alone, not on who asks. A term of that kind is the logarithm of a reliability, and kriging is what an ordinary layer does with it:
+#
+# $$\mathrm{softmax}_j\!\left(\frac{(W_q x_t + b_q)^\top k_j}{\sqrt k}\right) = \mathrm{softmax}_j\!\left(\frac{(W_q x_t)^\top k_j}{\sqrt k} + \log\bar\lambda_j\right), \qquad \log\bar\lambda_j := \frac{b_q^\top k_j}{\sqrt k}$$
+#
+# So a plain layer tracks a reliability per head, linear in the (normalised) token, wherever torch's default bias is on. What $\tau$ adds is a reliability that is *not* a linear function of the embedding, and an embedding of width 64, learnt per item, leaves little that is not.
+
+# %%
+torch.manual_seed(0)
+attention = torch.nn.MultiheadAttention(8, 1, batch_first=True)
+torch.nn.init.normal_(attention.in_proj_bias)
+x = torch.randn(1, 5, 8)
+(w_q, w_k, _), (b_q, b_k, _) = attention.in_proj_weight.chunk(3), attention.in_proj_bias.chunk(3)
+k = x @ w_k.T + b_k
+log_lam = k @ b_q / 8**0.5
+kriged = kriging_weights(x @ w_q.T @ k.mT / 8**0.5, log_lam.exp())
+torch.testing.assert_close(kriged, attention(x, x, x)[1])
+log_lam.detach().round(decimals=2)
+
+# %% [markdown]
+# HSTU's projections have no bias, so the argument does not reach it; there the next one has to serve.
+#
 # ## The same order without a precision
 #
 # How far attention moves a token depends on the length of its $h$, and embeddings are free to be long or short. The move $\lVert h'-h\rVert/\lVert h\rVert$ of layer 1, by popularity of the item at the position, in the layer with a gain and in those without:

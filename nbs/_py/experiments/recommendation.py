@@ -50,7 +50,7 @@ from bft_nb.interactions import describe, item_counts, leave_one_out, load, popu
 from bft_nb.interactions import thin as thinned
 from bft_nb.ranking import hit_rate, ndcg, protocol, reciprocal_rank
 from bft_nb.report import STRATA, compare, configuration, results_folder, signed
-from bft_nb.results import append_rows, commit, has_rows, make_rows, ranks_path, save_ranks
+from bft_nb.results import append_rows, canonical, commit, has_rows, make_rows, ranks_path, save_ranks
 from bft_nb.study import ARMS, DATASETS, cell, metrics, study_rows, tuned, tuning
 from bft_nb.training import evaluate, fit, history_rows, resolve_device
 
@@ -88,7 +88,7 @@ protocol(
 # The run is named by everything that decides its outcome; the plain model ignores what only a filter has. The budget is a number of epochs, the same for all: the learning rate falls linearly to zero, so no run stops early by luck.
 
 # %%
-chosen = json.loads(options)
+chosen = json.loads(canonical(options, "options"))
 training = dict(lr=lr, negatives=negatives, epochs=epochs, batch_size=32 if long else 128)
 params = dict(bft=bft, d=d, dropout=dropout, max_length=max_length, dtype=dtype, thin=thin, split_hash=split.hash[:16], **training, **chosen)
 if bft:
@@ -295,3 +295,20 @@ def line(dataset: str, backbone: str) -> dict[str, str]:
 pairs = [(dataset, backbone) for backbone in BACKBONES_HERE for dataset in DATASETS if len(cell(stored, dataset, backbone, "filter"))]
 table = pd.DataFrame({pair[::-1]: line(*pair) for pair in pairs}).T.rename_axis(["backbone", "data"]).fillna("")
 table
+
+# %%
+#| label: fig-study
+#| fig-cap: "Filter against the plain layer and against the null: relative difference in NDCG@10 (bars: 95 % bootstrap interval over users)."
+#| code-fold: true
+fig, axes = plt.subplots(1, len(BACKBONES_HERE), figsize=(9, 2.8), sharey=True, sharex=True)
+for ax, name in zip(axes, BACKBONES_HERE):
+    for j, (arm, colour) in enumerate((("plain", COLOUR["posterior"]), ("null", COLOUR["other"]))):
+        for i, dataset_ in enumerate(DATASETS):
+            if (dataset_, name) in pairs and (name, arm) in LAYERS and len(rows_ := cell(stored, dataset_, name, arm)):
+                d = compare(cell(stored, dataset_, name, "filter"), rows_, relative=True)["all"]
+                ax.errorbar(d.mean, i + 0.24 * (j - 0.5), xerr=[[d.mean - d.low], [d.high - d.mean]], fmt="o", color=colour)
+    ax.axvline(0, color="0.6", lw=1)
+    ax.set(title=name, yticks=range(len(DATASETS)), yticklabels=DATASETS, xlabel="NDCG@10, relative [%]")
+axes[0].invert_yaxis()
+axes[0].legend(handles=[plt.Line2D([], [], marker="o", ls="", color=COLOUR[c], label=f"to {a}") for a, c in (("plain", "posterior"), ("null", "other"))], fontsize=8)
+plt.show()
