@@ -167,6 +167,32 @@ def initial_precision(
 
 
 # %% [markdown]
+# $\tau$ per item "can start from log item frequency" [P]. Our reading [D]: a prior that is worth as much as the item is known, $\tau_i \propto \log(2 + n_i)$ for $n_i$ training interactions, scaled to geometric mean one so that the common level stays where a start at one has it. The two keeps $\tau$ positive for an item never seen.
+
+# %%
+#| exports
+def frequency_precision(
+    counts: Int[np.ndarray, "padded"],  # training interactions per item, entry 0 is padding
+) -> Float[Tensor, "v"]:  # τ of items 1 … v, [h⁻²]
+    "Initial precisions by log frequency, of geometric mean one, for `ItemPrecision(v, init=…)` [@bft2026]; `ValueError` for a negative count or none."
+    if counts.ndim != 1 or len(counts) < 2 or counts.min() < 0:
+        raise ValueError(f"counts must be counts of padding and at least one item, got shape {counts.shape}" + (f" with {counts.min()}" if counts.size else ""))
+    log_tau = torch.from_numpy(np.log(np.log(2.0 + counts[1:]))).float()
+    return (log_tau - log_tau.mean()).exp()
+
+
+# %%
+frequency_precision(np.array([0, 0, 5, 50, 500]))
+
+# %%
+from fastcore.test import test_fail
+
+# %%
+torch.testing.assert_close(frequency_precision(np.array([0, 3, 3])), torch.ones(2))
+test_fail(lambda: inspect.unwrap(frequency_precision)(np.array([0, -1])), contains="-1")
+
+
+# %% [markdown]
 # ## What every backbone does
 #
 # Item embedding plus learned position, dropout, encoder. The score of item $i$ after position $t$ is the inner product with the item's own embedding [@kang2018sasrec]:
@@ -467,7 +493,6 @@ model.last(torch.zeros(1, 4, dtype=torch.long)).abs().max()
 # Replace one item of a history and see which states move. With twelve positions:
 
 # %%
-from fastcore.test import test_fail
 import matplotlib.pyplot as plt
 
 # %%
