@@ -8,9 +8,10 @@ __all__ = ['LEAST', 'MOST', 'UNITS', 'SETTINGS', 'IMPLEMENTATIONS', 'JACOBIAN_NA
            'BFTQwen2Config', 'BFTQwen2Model', 'BFTQwen2ForCausalLM', 'BFTQwen3Config', 'BFTQwen3Model',
            'BFTQwen3ForCausalLM', 'BFTSmolLM3Config', 'BFTSmolLM3Model', 'BFTSmolLM3ForCausalLM', 'check_settings',
            'LayerFilter', 'pack', 'unpack', 'to_channels', 'from_channels', 'Keys', 'Query', 'attend_explicit',
-           'attend_blocked', 'Seen', 'bft_attention', 'visible_mask', 'stream_precision', 'LayerTrace',
-           'FilteringLayer', 'Filtering', 'FilteringModel', 'FilteringForCausalLM', 'Family', 'make_family',
-           'make_filtering', 'convert', 'layer_filters', 'listening', 'trace', 'calibrate', 'parameter_groups']
+           'attend_blocked', 'Seen', 'bft_attention', 'visible_mask', 'stream_precision', 'effective_weight',
+           'LayerTrace', 'FilteringLayer', 'Filtering', 'FilteringModel', 'FilteringForCausalLM', 'Family',
+           'make_family', 'make_filtering', 'convert', 'layer_filters', 'listening', 'trace', 'calibrate',
+           'parameter_groups']
 
 # %% ../nbs/40_llama.ipynb #0d2c88dc
 import importlib
@@ -181,7 +182,7 @@ class Keys:
 
     def __init__(
         self,
-        bft: LayerFilter,  # of the layer
+        bft: nn.Module,  # the layer's `LayerFilter`, or peft's copy of it
         lam_bar: Float[Tensor, "b t"],  # λ̄ of the tokens that enter now, [h⁻²]
         cache: Any = None,  # transformers' cache, if one is used
     ):
@@ -277,6 +278,19 @@ def stream_precision(
         squared = weight.to(variance.dtype).square().unflatten(1, (variance.shape[1], -1)).sum(-1)
         return F.linear(variance.transpose(1, 2), squared).clamp(LEAST, MOST).reciprocal()
 
+# %% ../nbs/40_llama.ipynb #5c44eb5a
+def effective_weight(
+    linear: nn.Module,  # `nn.Linear`, or peft's LoRA around one
+) -> Float[Tensor, "o i"]:
+    "The matrix that a linear layer applies, unmerged LoRA adapters included."
+    weight = linear.weight
+    if getattr(linear, "merged", True) or linear.disable_adapters:
+        return weight
+    for adapter in linear.active_adapters:
+        if adapter in linear.lora_A:
+            weight = weight + linear.get_delta_weight(adapter).to(weight.dtype)
+    return weight
+
 # %% ../nbs/40_llama.ipynb #860aa653
 class LayerTrace(NamedTuple):
     "What a layer believed on entry and what it saw."
@@ -328,7 +342,7 @@ class FilteringLayer:
         e, seen = self.self_attn(hidden_states=norm(belief.mean), attention_mask=mask, filtering=keys, **kwargs)
         if not isinstance(seen, Seen):
             raise ValueError(f"attn_implementation must be one of {', '.join(map(repr, IMPLEMENTATIONS))}, got {self.self_attn.config._attn_implementation!r}")
-        observation = Belief(e.to(belief.mean.dtype), stream_precision(seen.variance, self.self_attn.o_proj.weight))
+        observation = Belief(e.to(belief.mean.dtype), stream_precision(seen.variance, effective_weight(self.self_attn.o_proj)))
         self.bft.report(LayerTrace(belief, self.bft.beta_g, observation, seen.n_eff, seen.weights))
         return observation
 
@@ -344,13 +358,13 @@ class FilteringLayer:
         return pack(predict(posterior, delta, jac, noise))
 
     def jacobian(self, h: Tensor, gate: Tensor, up: Tensor) -> Tensor:
-        "Diagonal of the network's Jacobian, (13.6), from the weights as loaded: an adapter's are left out."
+        "Diagonal of the network's Jacobian, (13.6)."
         mode, mlp, norm = self.bft.config.bft_jacobian, self.mlp, self.post_attention_layernorm
         if mode == "none":
             return torch.zeros((), device=h.device)
         with torch.set_grad_enabled(torch.is_grad_enabled() and mode == "full"):
             xhat, inv_std = standardise(h, "rms", norm.variance_epsilon)
-            weights = (mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight)
+            weights = [effective_weight(linear) for linear in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)]
             activation = JACOBIAN_NAMES.get(self.bft.config.hidden_act, mlp.act_fn)
             at_zero = {"gate_zero": mlp.gate_proj.bias, "up_zero": mlp.up_proj.bias}
             return gated_ffn_jacobian(gate, up, *weights, activation, norm="rms", xhat=xhat, inv_std=inv_std, norm_weight=norm.weight, **at_zero)
@@ -462,7 +476,7 @@ BFTSmolLM3Config, BFTSmolLM3Model, BFTSmolLM3ForCausalLM = make_family("SmolLM3"
 
 # %% ../nbs/40_llama.ipynb #3178c9f9
 def convert(
-    model: PreTrainedModel,  # a causal language model of one of `FAMILIES`
+    model: nn.Module,  # a causal language model of one of `FAMILIES`
     *,
     beta_a: float = SETTINGS["bft_beta_a"][1],  # β_a at the start; 1 is the paper's, 0 the plain attention
     beta_g: float = SETTINGS["bft_beta_g"][1],  # β_g at the start, ≥ 0; 1 is the paper's, 0 the plain residual
@@ -537,9 +551,9 @@ def _calibrating(filters: list[LayerFilter], counts: Tensor) -> Iterator[None]:
 
 # %% ../nbs/40_llama.ipynb #7258806c
 def calibrate(
-    model: PreTrainedModel,  # a filtering model
+    model: nn.Module,  # a filtering model
     batch: Mapping[str, Tensor],  # input_ids (b, t), and attention_mask where there is padding
-) -> PreTrainedModel:  # the same object
+) -> nn.Module:  # the same object
     "Set the scales of every layer from one batch, (40.3). A few thousand tokens of the kind the model will see are plenty; no gradient, no labels."
     missing = {"input_ids"} - set(batch)
     if missing:

@@ -285,7 +285,7 @@ def test_gradient_checkpointing_changes_nothing(name, reentrant):
 
 def test_every_parameter_has_a_gradient_from_the_first_step():
     _, grads = step(calibrate(convert(plain()), batch()), **batch())
-    still = {n for n, g in grads.items() if not g.abs().sum() > 0}
+    still = {n for n, g in grads.items() if not g.abs().max() > 1e-7}
     # all τ are equal at the start: nothing for the first layer's β_a to weigh, nothing behind the zero matrix
     assert still == {"model.layers.0.bft.beta_a", "model.layers.0.bft.tau.net.0.weight", "model.layers.0.bft.tau.net.0.bias"}
     assert not any("layers.2.bft.raw_noise" in n for n in grads), "the last layer has no process noise"
@@ -437,7 +437,7 @@ def test_a_plain_checkpoint_in_a_filtering_class(name, tmp_path):
     first = layer_filters(loaded)[0].tau.net[0].weight
     assert torch.isfinite(first).all() and 0 < first.std() < 1
     inner = FAMILIES[name].model.from_pretrained(tmp_path)
-    assert {float(bft.beta_g.detach()) for bft in layer_filters(inner)} == {pytest.approx(0.01)}
+    assert [bft.beta_g.item() for bft in layer_filters(inner)] == pytest.approx([0.01] * 3)
 
 
 def test_a_filtering_model_from_its_configuration():
@@ -514,7 +514,7 @@ def test_other_models_are_refused_by_name():
         convert(convert(plain()))
     with pytest.raises(TypeError, match="got LlamaModel"):
         convert(LlamaModel(LlamaConfig(**SIZES)))
-    with pytest.raises(TypeError, match="got PeftModelForCausalLM"):
+    with pytest.raises(TypeError, match="got PeftModel"):
         convert(pytest.importorskip("peft").get_peft_model(plain(), pytest.importorskip("peft").LoraConfig(target_modules=["q_proj"])))
 
 

@@ -13,11 +13,11 @@
 #
 # **What we want** of the start that `bft_nb.llama.convert` ships: the perplexity of a pretrained model changes by at most 1 %, and yet $\log\bar\lambda$ has a standard deviation above .05 over the tokens of the middle layers, so that there is something to learn from.
 #
-# **What would refute it**: either number on the wrong side. This page measures *one* start; chapter 40 reads all stored rows. One cell of the study, and all of it:
+# **What would refute it**: either number on the wrong side. This page measures; chapter 40 reads all stored rows. One start of the study, and all of it:
 #
 # ```bash
 # bft models fetch smollm2
-# bft run llama_init -p model smollm2 -p texts squad -p beta_a 1.0 -p store true
+# bft run llama_init -p model smollm2 -p texts squad -p starts '[{"beta_a": 1.0}]' -p store true
 # bft sweep nbs/experiments/grids/llama_init.yaml
 # ```
 
@@ -25,17 +25,17 @@
 model = "tiny"  # or "smollm2", an id of the hub, a folder
 texts = "built-in"  # or "squad": contexts of SQuAD v1.1, development part, in the folder BFT_DATA
 n_texts = 4  # that are evaluated
-n_calibration = 2  # other texts, that set the scales; 0: scales as they are without calibration
+n_calibration = 2  # other texts, that set the scales
 max_tokens = 64  # of each text
 batch_size = 4
-beta_a = 0.25
-beta_g = 0.01
-noise_ratio = 0.1
-units = "stream"  # or "normalised"
+starts = '[{}, {"beta_a": 1.0, "beta_g": 1.0, "calibrated": false}]'  # JSON: what differs from the start that is shipped; keywords of `convert`, and "calibrated"
 seed = 0  # which texts
 store = False  # append the rows to data/results of this checkout?
 
 # %%
+import copy
+import inspect
+import json
 import math
 import os
 import time
@@ -49,7 +49,7 @@ import torch
 from bft_nb.core import check_option
 from bft_nb.llama import calibrate, convert, listening
 from bft_nb.models import load_model, tiny_llama, tiny_tokenizer
-from bft_nb.report import configuration, results_folder
+from bft_nb.report import results_folder
 from bft_nb.results import append_rows, commit, has_rows, make_rows
 
 # %%
@@ -86,8 +86,11 @@ def read_texts() -> list[str]:
 
 # %%
 chosen = read_texts()[: n_texts + n_calibration]
-language_model, tokenizer = load_model(model) if model != "tiny" else (tiny_llama(tokenizer := tiny_tokenizer(BUILT_IN), n_layers=4).eval(), tokenizer)
-plain_model = language_model.config.model_type
+if model == "tiny":
+    tokenizer = tiny_tokenizer(BUILT_IN)
+    plain = tiny_llama(tokenizer, n_layers=6).eval()
+else:
+    plain, tokenizer = load_model(model)
 
 
 # %%
@@ -96,7 +99,7 @@ def encode(part: list[str]) -> dict[str, torch.Tensor]:
 
 
 batches = [encode(chosen[i : i + batch_size]) for i in range(0, n_texts, batch_size)]
-{"texts": n_texts, "tokens": int(sum(b["attention_mask"].sum() for b in batches)), "model_type": plain_model}
+{"texts": n_texts, "tokens": int(sum(b["attention_mask"].sum() for b in batches)), "model_type": plain.config.model_type}
 
 
 # %% [markdown]
@@ -106,9 +109,9 @@ batches = [encode(chosen[i : i + batch_size]) for i in range(0, n_texts, batch_s
 
 # %%
 @torch.no_grad()
-def token_losses(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+def token_losses(lm, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     "Negative log-likelihood of each real token after the first."
-    scores = language_model(**batch, use_cache=False).logits[:, :-1].log_softmax(-1)
+    scores = lm(**batch, use_cache=False).logits[:, :-1].log_softmax(-1)
     real = batch["attention_mask"][:, 1:].bool()
     return -scores.gather(-1, batch["input_ids"][:, 1:, None]).squeeze(-1)[real]
 
@@ -129,41 +132,56 @@ def per_layer(records: list, batch: dict[str, torch.Tensor]) -> tuple[np.ndarray
 
 
 # %%
-run = dict(exp="llama_init", dataset=texts, seed=seed, commit=commit(), device="cpu", split="eval", n=int(sum(b["attention_mask"][:, 1:].sum() for b in batches)))
-plain_run = run | dict(model=model, params=dict(bft=False, max_tokens=max_tokens, n_texts=n_texts))
+def measure(start: dict) -> dict[str, float]:
+    "Convert a copy, calibrate it, and look."
+    settings = dict(start)
+    calibrated = settings.pop("calibrated")
+    lm = convert(copy.deepcopy(plain), **settings)
+    if calibrated:
+        calibrate(lm, encode(chosen[n_texts:]))
+    losses, seen = [], []
+    for batch in batches:
+        with listening(lm) as records:
+            losses.append(token_losses(lm, batch))
+        seen.append(per_layer(records, batch))
+    sd = np.concatenate([log_lam_bar for log_lam_bar, _ in seen], 1).std(1)
+    gains = np.mean([g for _, g in seen], 0)
+    return perplexity(losses) | {f"sd.layer{i:02d}": float(v) for i, v in enumerate(sd)} | {f"gain.layer{i:02d}": float(v) for i, v in enumerate(gains)}
+
+
+# %% [markdown]
+# A start is named by all its settings, also those it leaves as they are shipped.
+
+# %%
+shipped = {name: inspect.signature(convert).parameters[name].default for name in ("beta_a", "beta_g", "noise_ratio", "units")} | {"calibrated": True}
+wanted = [shipped | start for start in json.loads(starts)]
+if unknown := {name for start in wanted for name in start} - set(shipped):
+    raise ValueError(f"starts may set {', '.join(shipped)}, got {', '.join(sorted(unknown))}")
+texts_of = dict(max_tokens=max_tokens, n_texts=n_texts, n_calibration=n_calibration)
+run = dict(exp="llama_init", dataset=texts, model=model, seed=seed, commit=commit(), device="cpu", split="eval", n=int(sum(b["attention_mask"][:, 1:].sum() for b in batches)))
 stored = results_folder() / "llama_init.csv" if store else None
-if stored is None or not has_rows(stored, plain_run):
-    start = time.perf_counter()
-    plain = perplexity([token_losses(b) for b in batches])
+
+# %%
+found = {}
+for start in [None, *wanted]:
+    this = run | dict(params=texts_of | (dict(bft=False) if start is None else dict(bft=True, **start)))
+    if stored and has_rows(stored, this):
+        continue
+    begin = time.perf_counter()
+    result = perplexity([token_losses(plain, b) for b in batches]) if start is None else measure(start)
     if stored:
-        append_rows(stored, make_rows(plain, **plain_run, seconds=round(time.perf_counter() - start, 1)))
-    display(plain)
+        append_rows(stored, make_rows(result, **this, seconds=round(time.perf_counter() - begin, 1)))
+    found["plain" if start is None else json.dumps(start)] = result
+
+# %% [markdown]
+# ## What this run found
 
 # %%
-params = dict(bft=True, beta_a=beta_a, beta_g=beta_g, noise_ratio=noise_ratio, units=units, n_calibration=n_calibration, max_tokens=max_tokens, n_texts=n_texts)
-filter_run = run | dict(model=model, params=params)
-configuration(params)
-
-# %%
-start = time.perf_counter()
-convert(language_model, beta_a=beta_a, beta_g=beta_g, noise_ratio=noise_ratio, units=units)
-if n_calibration:
-    for_scales = encode(chosen[n_texts:])
-    calibrate(language_model, for_scales)
-losses, seen = [], []
-for batch in batches:
-    with listening(language_model) as records:
-        losses.append(token_losses(batch))
-    seen.append(per_layer(records, batch))
-seconds = round(time.perf_counter() - start, 1)
-
-# %%
-sd = np.concatenate([log_lam_bar for log_lam_bar, _ in seen], 1).std(1)
-gains = np.mean([g for _, g in seen], 0)
-layers = [f"layer{i:02d}" for i in range(len(sd))]
-found = perplexity(losses) | {f"sd.{name}": v for name, v in zip(layers, sd)} | {f"gain.{name}": v for name, v in zip(layers, gains)}
-pd.DataFrame({"sd of log λ̄": sd, "mean gain": gains}, index=layers).round(3), found["perplexity"]
-
-# %%
-if stored and not has_rows(stored, filter_run):
-    append_rows(stored, make_rows(found, **filter_run, seconds=seconds))
+base = found.get("plain", {}).get("perplexity", math.nan)
+middle = slice(plain.config.num_hidden_layers // 3, 2 * plain.config.num_hidden_layers // 3)
+table = [
+    {"start": name, "perplexity": r["perplexity"], "change, %": 100 * (r["perplexity"] / base - 1)}
+    | {f"{what}, middle": np.mean([v for k, v in r.items() if k.startswith(f"{key}.")][middle]) for what, key in (("sd of log λ̄", "sd"), ("gain", "gain")) if "sd.layer00" in r}
+    for name, r in found.items()
+]
+pd.DataFrame(table).round(3).set_index("start") if table else "all stored before"
