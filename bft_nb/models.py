@@ -263,7 +263,7 @@ def tiny_llama(
 
     config = LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=d, intermediate_size=2 * d, num_hidden_layers=n_layers, num_attention_heads=n_heads,
-        num_key_value_heads=n_kv_heads, max_position_embeddings=max_length, tie_word_embeddings=True,
+        num_key_value_heads=n_kv_heads, max_position_embeddings=max_length, tie_word_embeddings=True, initializer_range=d**-0.5,
         pad_token_id=tokenizer.pad_token_id, bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
     )  # fmt: skip
     with torch.random.fork_rng(devices=[]):
