@@ -629,7 +629,7 @@ sum(q.told is not None for q in swapped) / 512, sum(q.told not in (None, q.targe
 # ## Batches
 #
 # A vocabulary has 49,152 or 32,000 tokens; computing a score for each of them at every place of a long prompt, to use three places, is most of the memory. A causal model of transformers takes `logits_to_keep`, the places where it should. The collator lists the places that predict a label in any row, and gives the labels of just these: label $m + 1$ belongs to score $m$, and label 0 is always masked.
-That is the shift of any causal model, and it must be kept: `Trainer` counts the labels of a step without their first column, so labels moved in advance would be counted too few, and the loss come out too large.
+# That is the shift of any causal model, and it must be kept: `Trainer` counts the labels of a step without their first column, so labels moved in advance would be counted too few, and the loss come out too large.
 # Padding on the left brings the answers of all rows to the end, so that their places coincide; on the right, the list holds every row's own places. Both give the same losses.
 
 
