@@ -89,7 +89,8 @@ def compare(
         return found
     level = metric(torch.as_tensor(b)).reshape(b.shape).mean(0).numpy()
     levels = {"all": level.mean()} | {str(g): level[strata == g].mean() for g in np.unique(strata)}
-    return {g: Difference(*(100 * x / levels[g] if levels[g] else math.nan for x in d[:3]), d.n) for g, d in found.items()}
+    percent = {g: 100 / level if level else math.nan for g, level in levels.items()}
+    return {g: Difference(d.mean * percent[g], d.low * percent[g], d.high * percent[g], d.n) for g, d in found.items()}
 
 
 def interval(value: float, n: int) -> tuple[float, float]:

@@ -442,7 +442,7 @@ def _train(trainer: Any, checkpoint: str | None) -> None:
     try:
         trainer.train(resume_from_checkpoint=checkpoint)
     except ValueError as e:
-        if "finite" not in str(e):
+        if not any(word in str(e) for word in ("finite", "got nan", "got inf")):
             raise
         raise FloatingPointError(f"training diverged after step {trainer.state.global_step}: {e}. Try a smaller lr or precision_lr") from e
 

@@ -51,7 +51,7 @@ from bft_nb.interactions import thin as thinned
 from bft_nb.ranking import hit_rate, ndcg, protocol, reciprocal_rank
 from bft_nb.report import STRATA, compare, configuration, results_folder, signed
 from bft_nb.results import append_rows, canonical, commit, has_rows, make_rows, ranks_path, save_ranks
-from bft_nb.study import ARMS, DATASETS, cell, metrics, study_rows, tuned, tuning
+from bft_nb.study import ARMS, DATASETS, cell, metrics, study_rows, tuning
 from bft_nb.training import evaluate, fit, history_rows, resolve_device
 
 # %%
