@@ -43,7 +43,7 @@ def world(batch_size, steps, lengths, n_items=12_101):
 
 
 def settings(batch_size):
-    return dict(seed=0, epochs=1, batch_size=batch_size, lr=1e-3, precision_lr=None, weight_decay=0.0, negatives=512, patience=1, dtype="float32", filter_seen=True)
+    return dict(seed=0, epochs=1, batch_size=batch_size, lr=1e-3, precision_lr=None, weight_decay=0.0, negatives=512, patience=1, dtype="float32", filter_seen=True, schedule="constant", validate_every=1)
 
 
 def with_trainer(split, batch_size, steps, folder):

@@ -8,8 +8,8 @@ __all__ = ['REGISTRY', 'Sequences', 'from_lengths', 'take', 'from_end', 'Interac
            'check_distinct_positions', 'read', 'read_table', 'integers_if_faithful', 'Ties', 'ties', 'Examples',
            'repeats', 'Split', 'split_hash', 'with_hash', 'users_with', 'leave_one_out', 'rows', 'thin', 'cut_times',
            'next_after', 'global_time', 'item_counts', 'Strata', 'popularity_strata', 'Dataset', 'amazon_2014',
-           'dataset', 'count_repeats', 'check_statistics', 'find', 'load_parquet', 'official_files', 'prepare', 'load',
-           'from_world', 'synthetic', 'Protocol', 'describe']
+           'dataset', 'count_repeats', 'check_statistics', 'find', 'load_parquet', 'official_files', 'forget',
+           'prepare', 'load', 'from_world', 'synthetic', 'Protocol', 'describe']
 
 # %% ../nbs/30_interactions.ipynb #fd464043
 import difflib
@@ -614,6 +614,14 @@ def official_files(
     except DownloadError as e: raise DownloadError(f"{e}\nEither run again with access to {entry.page}, or {ways}") from e
 
 # %% ../nbs/30_interactions.ipynb #bdfe08ef
+def forget(
+    files: list[Path],
+) -> None:
+    "Remove downloaded files, so that the next run fetches them again; the user's own copies stay."
+    for path in files:
+        if path.parent == cache_dir() / "official": path.unlink(missing_ok=True)
+
+# %% ../nbs/30_interactions.ipynb #60cccdf0
 def prepare(
     entry: Dataset,
     progress: bool = True,  # show a progress bar
@@ -625,6 +633,9 @@ def prepare(
     files = official_files(entry, progress)
     names = ", ".join(str(f) for f in files)
     try: table = pyarrow.table(formats.by_user(getattr(formats, entry.reader)(files)))
+    except DownloadError:
+        forget(files)
+        raise
     except (ValueError, TypeError, LookupError) as e:
         raise DownloadError(f"{names}: not as {entry.page} describes it ({type(e).__name__}: {e}); delete what is damaged and run again") from e
     data = from_frame(table, timestamp="timestamp", position="position", name=entry.name)

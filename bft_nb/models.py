@@ -285,17 +285,17 @@ def from_hub(name: str, dtype: Any, progress: bool) -> tuple[Any, Any]:
 
     try:
         return from_place(name, dtype, progress, local_files_only=True)
-    except OSError:
-        pass  # not in the cache, or not all of it
+    except (OSError, ValueError) as e:  # not in the cache, or not all of it
+        cached = "" if isinstance(e, OSError) else f" (what is there: {' '.join(str(e).split())[:200]})"
     try:
         HfApi().model_info(name, timeout=10)  # at once, where the loader below would try again for a minute
     except HFValidationError as e:
         raise FileNotFoundError(f"{name!r} is neither a folder, nor an id of the hub (owner/model), nor one of {', '.join((TINY, *PACKAGED))}") from e
     except OfflineModeIsEnabled as e:
-        raise DownloadError(f"{name!r} is not in the hub's cache, and HF_HUB_OFFLINE=1 forbids to download it: unset it, or set HF_HOME to a cache that holds it") from e
+        raise DownloadError(f"{name!r} is not whole in the hub's cache{cached}, and HF_HUB_OFFLINE=1 forbids to download it: unset it, or set HF_HOME to a cache that holds it") from e
     except Exception as e:  # no network, no such model, or one that asks for a licence to be accepted
         raise DownloadError(
-            f"{name!r} is not in the hub's cache and could not be had from it: {' '.join(str(e).split())[:300]}\nRun `hf download {name}` where there is "
+            f"{name!r} is not whole in the hub's cache{cached} and could not be had from the hub: {' '.join(str(e).split())[:300]}\nRun `hf download {name}` where there is "
             f"a network (after `hf auth login`, if the model asks for it) and set HF_HOME to that cache, or give the path of a folder instead"
         ) from e
     return from_place(name, dtype, progress)

@@ -157,6 +157,12 @@ def from_row(
     return Question(str(row["id"]), row["question"].strip(), row["context"], answers, start, row["title"])
 
 # %% ../nbs/41_qa.ipynb #c0590e9d
+def _own_file(name: str) -> Path | None:
+    "qa/NAME or NAME in `BFT_DATA`, or None."
+    folder = data_dir()
+    return next((p for p in (folder / "qa" / name, folder / name) if p.is_file()), None) if folder else None
+
+# %% ../nbs/41_qa.ipynb #533ed31c
 def official_file(
     entry: QASet,
     progress: bool,  # show a progress bar
@@ -164,7 +170,7 @@ def official_file(
     "The publisher's file: from `BFT_DATA`, else the cache, else downloaded; `DownloadError` naming both ways where that fails."
     ways = f"put {entry.name}.parquet{'' if entry.source is None else ' or ' + entry.source.filename} into a folder and set BFT_DATA to it"
     if entry.source is None: raise DownloadError(f"{entry.title} is not published as a file of its own ({entry.page}): {ways}")
-    if (folder := data_dir()) and (found := next((p for p in (folder / "qa" / entry.source.filename, folder / entry.source.filename) if p.is_file()), None)): return found
+    if own := _own_file(entry.source.filename): return own
     try: return fetch(entry.source, cache_dir() / "official", progress)
     except DownloadError as e: raise DownloadError(f"{e}\nEither run again with access to {entry.page}, or {ways}") from e
 
@@ -177,6 +183,12 @@ def _litm_row(n: int, row: dict[str, Any]) -> dict[str, Any]:
     return row | {"id": f"nq-{n}", "title": "", "context": qa_formats.documents([(row["title"], row["context"])]), "answer_starts": [-1]}
 
 # %% ../nbs/41_qa.ipynb #87f60c29
+def _prepared(path: Path, name: str) -> list[dict[str, Any]]:
+    "Rows of a prepared Parquet file."
+    if name != "nq_open_oracle_litm": return qa_formats.parquet(path, _COLUMNS)
+    return [_litm_row(n, r) for n, r in enumerate(qa_formats.parquet(path, ("title", "context", "question", "answers")))]
+
+# %% ../nbs/41_qa.ipynb #9f7bccad
 def load_questions(
     name: str,  # of `QA_SETS`, or "lookup"
     progress: bool = True,  # show a progress bar while downloading
@@ -187,14 +199,10 @@ def load_questions(
     Raises `ValueError` for an unknown name, a damaged file or other numbers than the published, `bft_nb.download.DownloadError` where the data cannot be had.
     """
     if name == "lookup": return lookup()
-    entry, folder = qa_set(name), data_dir()
-    path = next((p for p in (folder / "qa" / f"{name}.parquet", folder / f"{name}.parquet") if p.is_file()), None) if folder else None
-    oracle = name == "nq_open_oracle_litm"
-    if path is None: rows = getattr(qa_formats, entry.reader)(path := official_file(entry, progress))
-    else:
-        rows = qa_formats.parquet(path, ("title", "context", "question", "answers") if oracle else _COLUMNS)
-        if oracle: rows = [_litm_row(n, r) for n, r in enumerate(rows)]
-    questions = [from_row(r) for r in rows]
+    entry = qa_set(name)
+    own = _own_file(f"{name}.parquet")
+    path = own or official_file(entry, progress)
+    questions = [from_row(r) for r in (_prepared(path, name) if own else getattr(qa_formats, entry.reader)(path))]
     found = (len(questions), len({q.context for q in questions}) if entry.contexts else None)
     if found != (entry.questions, entry.contexts): raise ValueError(f"{name!r} from {path}: found (questions, contexts) {found}, the data set has {(entry.questions, entry.contexts)}")
     return questions
@@ -234,10 +242,8 @@ def nq_with_distractors(
 
 # %% ../nbs/41_qa.ipynb #22fbf29c
 def _own_copy(file: str) -> Path:
-    folder = data_dir()
-    found = next((p for p in (folder / "qa" / file, folder / file) if p.is_file()), None) if folder else None
-    if found is None: raise DownloadError(f"{file} is not published: set BFT_DATA to a folder that holds it, or use load_questions('nq_open_20_gold_at_0') and its like, whose passages Lost in the Middle publishes")
-    return found
+    if found := _own_file(file): return found
+    raise DownloadError(f"{file} is not published: set BFT_DATA to a folder that holds it, or use load_questions('nq_open_20_gold_at_0') and its like, whose passages Lost in the Middle publishes")
 
 # %% ../nbs/41_qa.ipynb #207d53cb
 TEMPLATE = "Context: {context}\n\nQuestion: {question}\n\nAnswer:"
@@ -430,7 +436,7 @@ class Collator:
         for e in examples: check_example(e)
         labels = pad([e.labels for e in examples], IGNORED, self.side)[:, 1:]
         keep = (labels != IGNORED).any(0).nonzero().squeeze(1)
-        return self.prompts([e.input_ids for e in examples]) | {"logits_to_keep": keep, "labels": labels[:, keep]}
+        return self.prompts([e.input_ids for e in examples]) | {"logits_to_keep": keep, "labels": F.pad(labels[:, keep], (1, 0), value=IGNORED)}
 
 # %% ../nbs/41_qa.ipynb #a75143d2
 def cross_entropy(
@@ -471,10 +477,11 @@ def loss_weight(
 # %% ../nbs/41_qa.ipynb #149bfd3a
 def label_log_probs(
     logits: Float[Tensor, "b m v"],  # scores where the collator asked for them
-    labels: Int[Tensor, "b m"],  # moved by one already, IGNORED where there is none
+    labels: Int[Tensor, "b m1"],  # of the collator: one column more, label m + 1 belongs to score m, IGNORED where there is none
 ) -> Float[Tensor, " n"]:  # at the labels only, in float32 at least
     "Log-probability of each label; `ValueError` if there is none, or if scores and labels do not match."
-    if logits.shape[:-1] != labels.shape: raise ValueError(f"logits and labels must agree in batch and places, got {tuple(logits.shape)} and {tuple(labels.shape)}: use `Collator`")
+    labels = labels[:, 1:]
+    if logits.shape[:-1] != labels.shape: raise ValueError(f"labels must have one column more than logits have places, got {labels.shape[1] + 1} and {logits.shape[1]} in {tuple(logits.shape)}: use `Collator`")
     at = labels != IGNORED
     if not bool(at.any()): raise ValueError("all labels are masked: a batch needs one label at least")
     scores = logits[at]
@@ -483,7 +490,7 @@ def label_log_probs(
 # %% ../nbs/41_qa.ipynb #28359593
 def answer_loss(
     outputs: Any,  # of the model, with `logits`
-    labels: Int[Tensor, "b m"],
+    labels: Int[Tensor, "b m1"],  # as in `label_log_probs`
     num_items_in_batch: Any = None,  # label tokens of the whole step; None: of this batch
     loss: Callable[[Tensor], Tensor] = cross_entropy,  # per token, of log p
 ) -> Float[Tensor, ""]:

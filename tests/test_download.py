@@ -1,11 +1,15 @@
 "Fetching from a publisher on this machine: whole and right, or an error and nothing left behind."
 
+import errno
 import gzip
 import hashlib
 import http.server
 import json
+import subprocess
+import sys
 import threading
 import zipfile
+from pathlib import Path
 
 import pytest
 
@@ -13,10 +17,12 @@ from bft_nb import formats
 from bft_nb import interactions as I
 from bft_nb.download import DownloadError, Source, cache_dir, check_member, data_dir, fetch, md5_of, unzip, written
 
+ROOT = Path(__file__).resolve().parent.parent
+
 
 @pytest.fixture
 def publisher(tmp_path):
-    "a folder served over HTTP; files named truncated* announce more bytes than they send"
+    "a folder served over HTTP, whole files only (no ranges); files named truncated* announce more bytes than they send, unsized* none"
     root = tmp_path / "publisher"
     root.mkdir()
 
@@ -26,6 +32,10 @@ def publisher(tmp_path):
         def log_message(self, *_): pass
 
         def do_GET(self):
+            if "unsized" in self.path:
+                self.send_response(200)
+                self.end_headers()
+                return self.wfile.write((root / self.path[1:]).read_bytes())
             if "truncated" not in self.path: return super().do_GET()
             self.send_response(200)
             self.send_header("Content-Length", "1000")
@@ -122,6 +132,111 @@ def test_folders(monkeypatch, tmp_path):
     assert data_dir() is None
 
 
+# interruptions -------------------------------------------------------------------------------------------------------
+
+CONTENT = bytes(range(256)) * 8192  # 2 MiB
+HALF = len(CONTENT) // 2
+FETCH = "import sys; from pathlib import Path; from bft_nb.download import Source, fetch; fetch(Source(*sys.argv[2:]), Path(sys.argv[1]), progress=False)"
+
+
+class Slow:
+    "A publisher who sends half of a file and the rest when allowed to, and keeps what it was asked for."
+
+    def __init__(self):
+        self.asked, self.half_sent, self.go_on = [], threading.Semaphore(0), threading.Event()
+        slow = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def log_message(self, *_): pass
+
+            def do_GET(self):
+                slow.asked.append(dict(self.headers))
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(CONTENT)))
+                self.end_headers()
+                self.wfile.write(CONTENT[:HALF])
+                slow.half_sent.release()
+                assert slow.go_on.wait(60)
+                try: self.wfile.write(CONTENT[HALF:])
+                except OSError: pass  # the one who asked is dead
+
+        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        self.source = Source(f"http://127.0.0.1:{self.server.server_port}/a.bin", hashlib.md5(CONTENT).hexdigest())
+
+    def fetching(self, folder): return subprocess.Popen([sys.executable, "-c", FETCH, str(folder), *self.source], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.fixture
+def slow():
+    made = Slow()
+    yield made
+    made.go_on.set()
+    made.server.shutdown()
+    made.server.server_close()
+
+
+def test_killed_in_the_middle_then_run_again(slow, tmp_path):
+    child = slow.fetching(tmp_path / "out")
+    assert slow.half_sent.acquire(timeout=60)
+    child.kill()
+    child.communicate()
+    assert not (tmp_path / "out" / "a.bin").exists()  # at most a temporary file, which is never taken for the real one
+    slow.go_on.set()
+    assert fetch(slow.source, tmp_path / "out", progress=False).read_bytes() == CONTENT
+    assert len(slow.asked) == 2 and not any("Range" in headers for headers in slow.asked)  # started again, so the server need not know ranges
+
+
+def test_two_processes_at_once(slow, tmp_path):
+    children = [slow.fetching(tmp_path / "out") for _ in range(2)]
+    for _ in children: assert slow.half_sent.acquire(timeout=60)
+    slow.go_on.set()
+    for child in children: assert child.communicate(timeout=60)[1] == "" and child.returncode == 0
+    assert (tmp_path / "out" / "a.bin").read_bytes() == CONTENT and leftovers(tmp_path / "out") == ["a.bin"]
+
+
+def test_a_broken_connection_leaves_nothing_and_another_file_is_fetched(publisher, tmp_path):
+    root, url = publisher
+    out = tmp_path / "out"
+    with pytest.raises(DownloadError, match="truncated"): fetch(Source(url + "truncated.bin", "0" * 32), out, progress=False)
+    (root / "whole.bin").write_bytes(CONTENT)
+    assert fetch(Source(url + "whole.bin", hashlib.md5(CONTENT).hexdigest()), out, progress=False).read_bytes() == CONTENT
+    assert leftovers(out) == ["whole.bin"]
+
+
+def test_full_disk(publisher, tmp_path, monkeypatch):
+    root, url = publisher
+    (root / "a.bin").write_bytes(CONTENT)
+
+    class Full:
+        def __init__(self, file): self.file = file
+
+        def __enter__(self): return self
+
+        def __exit__(self, *_): self.file.close()
+
+        def write(self, block):
+            self.file.write(block[:100])
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("bft_nb.download.open", lambda path, mode: Full(open(path, mode)), raising=False)
+    with pytest.raises(DownloadError, match="could not download .*a.bin: .*No space left on device"):
+        fetch(Source(url + "a.bin"), tmp_path / "out", progress=False)
+    assert leftovers(tmp_path / "out") == []
+    monkeypatch.undo()
+    assert fetch(Source(url + "a.bin"), tmp_path / "out", progress=False).read_bytes() == CONTENT
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits the size of files the Linux way")
+def test_a_file_that_may_not_grow(publisher, tmp_path):
+    root, url = publisher
+    (root / "a.bin").write_bytes(CONTENT)
+    code = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000)); " + FETCH
+    child = subprocess.run([sys.executable, "-c", code, str(tmp_path / "out"), url + "a.bin"], cwd=ROOT, capture_output=True, text=True)
+    assert child.returncode == 1 and "DownloadError: could not download" in child.stderr and "File too large" in child.stderr
+    assert leftovers(tmp_path / "out") == []
+
+
 # official formats, in small ------------------------------------------------------------------------------------------
 
 
@@ -178,6 +293,40 @@ def test_amazon_2018(tmp_path):
         f.write(json.dumps({"asin": "untitled", "title": ""}) + "\n")
     events = formats.amazon_2018([tmp_path / "r.csv", tmp_path / "m.json.gz"])
     assert len(events) == 25 and {e.item for e in events} == {f"i{i}" for i in range(5)}
+
+
+def test_amazon_2018_end_to_end(publisher, home, register):
+    root, url = publisher
+    (root / "r.csv").write_text("".join(f"{i},{u},5.0,{t}\n" for u, i, t in core()))
+    with gzip.open(root / "m.json.gz", "wt") as f:
+        for i in range(5): f.write(json.dumps({"asin": f"i{i}", "title": "T"}) + "\n")
+    register(entry(url, [("r.csv", None), ("m.json.gz", None)], "amazon_2018"))
+    data = I.load("tiny", progress=False)
+    assert (data.n_users, data.n_items, data.n_interactions) == (5, 5, 25)
+    assert leftovers(home) == ["m.json.gz", "r.csv", "tiny.parquet"]
+
+
+def test_archive_cut_off_without_a_word_is_fetched_again(publisher, home, register):
+    "No length announced, no checksum published: that the file is cut off shows only when it is read."
+    root, url = publisher
+    amazon_2014(root / "unsized.json.gz")
+    whole = (root / "unsized.json.gz").read_bytes()
+    register(entry(url, [("unsized.json.gz", None)], "amazon_2014"))
+    (root / "unsized.json.gz").write_bytes(whole[:-20])
+    with pytest.raises(DownloadError, match="unsized.json.gz is damaged"): I.load("tiny", progress=False)
+    assert leftovers(home) == []
+    (root / "unsized.json.gz").write_bytes(whole)
+    assert I.load("tiny", progress=False).n_interactions == 25
+
+
+def test_a_damaged_file_of_the_users_is_left_alone(home, register, tmp_path, monkeypatch):
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "a.json.gz").write_bytes(b"not gzip")
+    monkeypatch.setenv("BFT_DATA", str(mine))
+    register(entry("http://127.0.0.1:9/", [("a.json.gz", None)], "amazon_2014"))
+    with pytest.raises(DownloadError, match="a.json.gz is damaged"): I.load("tiny", progress=False)
+    assert leftovers(mine) == ["a.json.gz"]
 
 
 def test_movielens_end_to_end_with_checksum(publisher, home, register):

@@ -270,7 +270,7 @@ def ask_hub(tmp_path, *names, **env):
 
 def test_a_hub_that_cannot_be_reached(tmp_path):
     lines, err = ask_hub(tmp_path, "TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T", "no/such/folder", HF_ENDPOINT="http://127.0.0.1:9", HF_HUB_OFFLINE="0")
-    assert lines[0].startswith("DownloadError 'TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T' is not in the hub's cache and could not be had")
+    assert lines[0].startswith("DownloadError 'TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T' is not whole in the hub's cache and could not be had from the hub: ")
     assert "hf download TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T" in lines[0] and "HF_HOME" in lines[0]
     assert lines[1].startswith("FileNotFoundError 'no/such/folder' is neither a folder, nor an id of the hub (owner/model), nor one of tiny, smollm2")
     assert "Retry" not in err

@@ -265,7 +265,7 @@ def test_noise_floor_is_the_entropy_of_the_label(noise, vocab):
     assert qa.noise_floor(noise, vocab) == pytest.approx(float(torch.special.entr(p).sum()))
 
 
-def train(folder, batch_size, accumulation, name="focal"):
+def train(folder, batch_size, accumulation, loss):
     from transformers import Trainer, TrainingArguments
 
     made = load_model("tiny")[0]
@@ -273,17 +273,28 @@ def train(folder, batch_size, accumulation, name="focal"):
         str(folder), max_steps=2, per_device_train_batch_size=batch_size, gradient_accumulation_steps=accumulation, learning_rate=1e-3, use_cpu=True,
         report_to="none", save_strategy="no", logging_strategy="no", disable_tqdm=True, remove_unused_columns=False, seed=0,
     )  # fmt: skip
-    Trainer(made, args, data_collator=Collator(WORDS), train_dataset=examples(8, 1), compute_loss_func=qa.loss_func(name)).train()
+    Trainer(made, args, data_collator=Collator(WORDS), train_dataset=examples(8, 1), compute_loss_func=loss).train()
     return made
 
 
 def test_splitting_a_step_changes_nothing(tmp_path):
-    whole, parts = train(tmp_path / "a", 8, 1), train(tmp_path / "b", 2, 4)
+    whole, parts = train(tmp_path / "a", 8, 1, qa.loss_func("focal")), train(tmp_path / "b", 2, 4, qa.loss_func("focal"))
     start = load_model("tiny")[0]
     moved = [float((a - b).detach().abs().max()) for a, b in zip(whole.parameters(), start.parameters())]
     assert max(moved) > 1e-4
     for a, b in zip(whole.parameters(), parts.parameters()):
         assert float((a - b).detach().abs().mean()) < 1e-5
+
+
+def test_the_trainer_counts_every_label(tmp_path):
+    counts = []
+
+    def loss(outputs, labels, num_items_in_batch=None):
+        counts.append(int(num_items_in_batch))
+        return answer_loss(outputs, labels, num_items_in_batch)
+
+    train(tmp_path, 4, 2, loss)
+    assert counts == [sum(len(e.answer) for e in examples(8, 1))] * 4
 
 
 def test_a_loss_without_a_count_is_the_mean(model):
@@ -297,7 +308,7 @@ def test_a_loss_without_a_count_is_the_mean(model):
 
 def test_half_precision_scores_are_compared_in_single():
     logits = torch.randn(1, 2, 50).bfloat16()
-    got = qa.label_log_probs(logits, torch.tensor([[3, IGNORED]]))
+    got = qa.label_log_probs(logits, torch.tensor([[IGNORED, 3, IGNORED]]))
     torch.testing.assert_close(got, logits.float().log_softmax(-1)[0, 0, 3:4])
 
 
@@ -547,8 +558,8 @@ def test_real_distractors():
         (lambda: generalised_cross_entropy(torch.zeros(1), 2.0), ValueError, "q must lie in 0 … 1, got 2.0"),
         (lambda: qa.loss_func("mae"), ValueError, "name must be one of 'ce', 'focal', 'gce', got 'mae'"),
         (lambda: qa.loss_func("ce", gamma=1.0), TypeError, "gamma"),
-        (lambda: qa.label_log_probs(torch.randn(1, 3, 9), torch.full((1, 3), IGNORED)), ValueError, "all labels are masked"),
-        (lambda: inspect.unwrap(qa.label_log_probs)(torch.randn(1, 4, 9), torch.ones(1, 3).long()), ValueError, r"\(1, 4, 9\) and \(1, 3\): use `Collator`"),
+        (lambda: qa.label_log_probs(torch.randn(1, 3, 9), torch.full((1, 4), IGNORED)), ValueError, "all labels are masked"),
+        (lambda: qa.label_log_probs(torch.randn(1, 4, 9), torch.ones(1, 4).long()), ValueError, r"one column more than logits have places, got 4 and 4 in \(1, 4, 9\): use `Collator`"),
         (lambda: inspect.unwrap(qa.check_example)(Example(torch.tensor([1]), torch.tensor([1, 2]))), ValueError, "must have one shape"),
         (lambda: qa.score([], []), ValueError, "one at least: got 0 and 0"),
         (lambda: qa.score(["7"], [ADA, ADA]), ValueError, "got 1 and 2"),

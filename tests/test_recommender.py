@@ -1,5 +1,6 @@
 "The recommender: own ids in and out, confidence, explanations, growing, saving, and every kind of bad input."
 
+import errno
 import re
 import subprocess
 import sys
@@ -545,6 +546,23 @@ def test_bad_files(made, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="format 1, this version of the library reads format 2"):
         Recommender.load(path)
     assert path.read_bytes() == data
+
+
+def test_full_disk_while_saving_leaves_the_earlier_file(made, tmp_path, monkeypatch):
+    path = made.save(tmp_path / "m.safetensors")
+    before = path.read_bytes()
+
+    def full(self, data):
+        with open(self, "wb") as file:
+            file.write(data[:1000])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("bft_nb.archive.Path.write_bytes", full)
+    with pytest.raises(OSError, match="could not save to .*No space left on device. What was there before is untouched"):
+        made.save(path)
+    monkeypatch.undo()
+    assert path.read_bytes() == before and [p.name for p in tmp_path.iterdir()] == [path.name]
+    pd.testing.assert_frame_equal(Recommender.load(path, device="cpu").recommend(k=2), made.recommend(k=2))
 
 
 # ---- the command -----------------------------------------------------------------------------------------------

@@ -917,6 +917,20 @@ def official_files(
 
 # %%
 #| exports
+def forget(
+    files: list[Path],
+) -> None:
+    "Remove downloaded files, so that the next run fetches them again; the user's own copies stay."
+    for path in files:
+        if path.parent == cache_dir() / "official": path.unlink(missing_ok=True)
+
+
+# %% [markdown]
+# A file that was cut off on its way, from a publisher who states neither its length nor its checksum, is known for what it is only when it is read. It must not stay in the cache then.
+
+
+# %%
+#| exports
 def prepare(
     entry: Dataset,
     progress: bool = True,  # show a progress bar
@@ -928,6 +942,9 @@ def prepare(
     files = official_files(entry, progress)
     names = ", ".join(str(f) for f in files)
     try: table = pyarrow.table(formats.by_user(getattr(formats, entry.reader)(files)))
+    except DownloadError:
+        forget(files)
+        raise
     except (ValueError, TypeError, LookupError) as e:
         raise DownloadError(f"{names}: not as {entry.page} describes it ({type(e).__name__}: {e}); delete what is damaged and run again") from e
     data = from_frame(table, timestamp="timestamp", position="position", name=entry.name)

@@ -247,6 +247,14 @@ def from_row(
 
 # %%
 #| exports
+def _own_file(name: str) -> Path | None:
+    "qa/NAME or NAME in `BFT_DATA`, or None."
+    folder = data_dir()
+    return next((p for p in (folder / "qa" / name, folder / name) if p.is_file()), None) if folder else None
+
+
+# %%
+#| exports
 def official_file(
     entry: QASet,
     progress: bool,  # show a progress bar
@@ -254,7 +262,7 @@ def official_file(
     "The publisher's file: from `BFT_DATA`, else the cache, else downloaded; `DownloadError` naming both ways where that fails."
     ways = f"put {entry.name}.parquet{'' if entry.source is None else ' or ' + entry.source.filename} into a folder and set BFT_DATA to it"
     if entry.source is None: raise DownloadError(f"{entry.title} is not published as a file of its own ({entry.page}): {ways}")
-    if (folder := data_dir()) and (found := next((p for p in (folder / "qa" / entry.source.filename, folder / entry.source.filename) if p.is_file()), None)): return found
+    if own := _own_file(entry.source.filename): return own
     try: return fetch(entry.source, cache_dir() / "official", progress)
     except DownloadError as e: raise DownloadError(f"{e}\nEither run again with access to {entry.page}, or {ways}") from e
 
@@ -273,6 +281,14 @@ def _litm_row(n: int, row: dict[str, Any]) -> dict[str, Any]:
 
 # %%
 #| exports
+def _prepared(path: Path, name: str) -> list[dict[str, Any]]:
+    "Rows of a prepared Parquet file."
+    if name != "nq_open_oracle_litm": return qa_formats.parquet(path, _COLUMNS)
+    return [_litm_row(n, r) for n, r in enumerate(qa_formats.parquet(path, ("title", "context", "question", "answers")))]
+
+
+# %%
+#| exports
 def load_questions(
     name: str,  # of `QA_SETS`, or "lookup"
     progress: bool = True,  # show a progress bar while downloading
@@ -283,14 +299,10 @@ def load_questions(
     Raises `ValueError` for an unknown name, a damaged file or other numbers than the published, `bft_nb.download.DownloadError` where the data cannot be had.
     """
     if name == "lookup": return lookup()
-    entry, folder = qa_set(name), data_dir()
-    path = next((p for p in (folder / "qa" / f"{name}.parquet", folder / f"{name}.parquet") if p.is_file()), None) if folder else None
-    oracle = name == "nq_open_oracle_litm"
-    if path is None: rows = getattr(qa_formats, entry.reader)(path := official_file(entry, progress))
-    else:
-        rows = qa_formats.parquet(path, ("title", "context", "question", "answers") if oracle else _COLUMNS)
-        if oracle: rows = [_litm_row(n, r) for n, r in enumerate(rows)]
-    questions = [from_row(r) for r in rows]
+    entry = qa_set(name)
+    own = _own_file(f"{name}.parquet")
+    path = own or official_file(entry, progress)
+    questions = [from_row(r) for r in (_prepared(path, name) if own else getattr(qa_formats, entry.reader)(path))]
     found = (len(questions), len({q.context for q in questions}) if entry.contexts else None)
     if found != (entry.questions, entry.contexts): raise ValueError(f"{name!r} from {path}: found (questions, contexts) {found}, the data set has {(entry.questions, entry.contexts)}")
     return questions
@@ -348,10 +360,8 @@ def nq_with_distractors(
 # %%
 #| exports
 def _own_copy(file: str) -> Path:
-    folder = data_dir()
-    found = next((p for p in (folder / "qa" / file, folder / file) if p.is_file()), None) if folder else None
-    if found is None: raise DownloadError(f"{file} is not published: set BFT_DATA to a folder that holds it, or use load_questions('nq_open_20_gold_at_0') and its like, whose passages Lost in the Middle publishes")
-    return found
+    if found := _own_file(file): return found
+    raise DownloadError(f"{file} is not published: set BFT_DATA to a folder that holds it, or use load_questions('nq_open_20_gold_at_0') and its like, whose passages Lost in the Middle publishes")
 
 
 # %% [markdown]
@@ -618,7 +628,8 @@ sum(q.told is not None for q in swapped) / 512, sum(q.told not in (None, q.targe
 # %% [markdown]
 # ## Batches
 #
-# A vocabulary has 49,152 or 32,000 tokens; computing a score for each of them at every place of a long prompt, to use three places, is most of the memory. A causal model of transformers takes `logits_to_keep`, the places where it should. The collator lists the places that predict a label in any row, and gives the labels of just these, already moved by one.
+# A vocabulary has 49,152 or 32,000 tokens; computing a score for each of them at every place of a long prompt, to use three places, is most of the memory. A causal model of transformers takes `logits_to_keep`, the places where it should. The collator lists the places that predict a label in any row, and gives the labels of just these: label $m + 1$ belongs to score $m$, and label 0 is always masked.
+# That is the shift of any causal model, and it must be kept: `Trainer` counts the labels of a step without their first column, so labels moved in advance would be counted too few, and the loss come out too large.
 # Padding on the left brings the answers of all rows to the end, so that their places coincide; on the right, the list holds every row's own places. Both give the same losses.
 
 
@@ -667,7 +678,7 @@ class Collator:
         for e in examples: check_example(e)
         labels = pad([e.labels for e in examples], IGNORED, self.side)[:, 1:]
         keep = (labels != IGNORED).any(0).nonzero().squeeze(1)
-        return self.prompts([e.input_ids for e in examples]) | {"logits_to_keep": keep, "labels": labels[:, keep]}
+        return self.prompts([e.input_ids for e in examples]) | {"logits_to_keep": keep, "labels": F.pad(labels[:, keep], (1, 0), value=IGNORED)}
 
 
 # %%
@@ -810,10 +821,11 @@ table.round(4)
 #| exports
 def label_log_probs(
     logits: Float[Tensor, "b m v"],  # scores where the collator asked for them
-    labels: Int[Tensor, "b m"],  # moved by one already, IGNORED where there is none
+    labels: Int[Tensor, "b m1"],  # of the collator: one column more, label m + 1 belongs to score m, IGNORED where there is none
 ) -> Float[Tensor, " n"]:  # at the labels only, in float32 at least
     "Log-probability of each label; `ValueError` if there is none, or if scores and labels do not match."
-    if logits.shape[:-1] != labels.shape: raise ValueError(f"logits and labels must agree in batch and places, got {tuple(logits.shape)} and {tuple(labels.shape)}: use `Collator`")
+    labels = labels[:, 1:]
+    if logits.shape[:-1] != labels.shape: raise ValueError(f"labels must have one column more than logits have places, got {labels.shape[1] + 1} and {logits.shape[1]} in {tuple(logits.shape)}: use `Collator`")
     at = labels != IGNORED
     if not bool(at.any()): raise ValueError("all labels are masked: a batch needs one label at least")
     scores = logits[at]
@@ -824,7 +836,7 @@ def label_log_probs(
 #| exports
 def answer_loss(
     outputs: Any,  # of the model, with `logits`
-    labels: Int[Tensor, "b m"],
+    labels: Int[Tensor, "b m1"],  # as in `label_log_probs`
     num_items_in_batch: Any = None,  # label tokens of the whole step; None: of this batch
     loss: Callable[[Tensor], Tensor] = cross_entropy,  # per token, of log p
 ) -> Float[Tensor, ""]:
@@ -1129,7 +1141,7 @@ pd.DataFrame(rows).T.round(2)
 # - Clean labels are learnt completely. With noisy ones, cross-entropy answers fewer of the held-out questions, and the reason is in the last column: its loss on its own labels is *below* the floor of 2.40 (41.5). It has learnt wrong labels by heart.
 # - Focal loss is no better, as derived.
 # - GCE alone learns nothing. At the start every label has $p \approx 1/V$ and so a weight of $V^{-0.7} \approx 0.015$: it lets go of everything. It is a loss for a model that knows something already, such as a pretrained one.
-# - After half the steps with cross-entropy, GCE learns the rest without the noise: the best of the noisy rows, its loss on its own labels above the floor.
+# - After half the steps with cross-entropy, GCE learns the rest without the noise: the best of the noisy rows, its loss on its own labels above the floor. (Half was the better of two switch points tried, 60 and 100 of 200, on these same questions: an illustration, not a comparison.)
 
 # %%
 floor = noise_floor(0.3, len(tokenizer))
