@@ -82,7 +82,7 @@ import pandas as pd
 import sympy as sp
 from fastcore.test import test_fail
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoTokenizer, LlamaForCausalLM
+from transformers import AutoTokenizer, Gemma2Config, Gemma2ForCausalLM, LlamaForCausalLM
 from transformers.utils import logging
 
 from bft_nb.figures import COLOUR, use_style
@@ -983,3 +983,156 @@ loaded = AutoModelForCausalLM.from_pretrained(folder).eval()
 with torch.no_grad():
     assert torch.equal(loaded(**batch).logits, model(**batch).logits)
 type(loaded).__name__
+
+# %% [markdown]
+# ## Does a pretrained model survive?
+#
+# A model of random weights has nothing to lose. SmolLM2 [@allal2025smollm2] does: 135 million parameters, 30 layers; here *SmolLM2-135M-Instruct, Q4_1 dequantised*. Its perplexity on paragraphs of Wikipedia (contexts of SQuAD [@rajpurkar2016squad]) may change by 1 % at most, and $\log\bar\lambda$ must differ between tokens in the middle layers (a standard deviation above .05), or there would be nothing to learn from. The two pull in opposite directions.
+#
+# The numbers are rows that the notebook `llama_init` has stored (`bft sweep nbs/experiments/grids/llama_init.yaml`); other paragraphs set the scales than are evaluated.
+
+# %%
+rows = load_rows("llama_init")
+of = choose(rows, bft=False, model="smollm2").iloc[0]
+f"{of['n_texts']:.0f} paragraphs, {of['n']:,} tokens; plain model: perplexity {of['value']:.2f}"
+
+
+# %%
+def start(beta_a=0.25, beta_g=0.01, noise_ratio=0.1, units="stream", calibrated=True) -> dict:
+    "One start among the stored rows; the defaults are what is shipped."
+    found = choose(rows, bft=True, model="smollm2", beta_a=beta_a, beta_g=beta_g, noise_ratio=noise_ratio, units=units, calibrated=calibrated)
+    values = found.set_index("metric")["value"]
+    sd, k = (values[values.index.str.startswith(f"{name}.")].sort_index() for name in ("sd", "gain"))
+    return {"change, %": 100 * (values["perplexity"] / of["value"] - 1), "sd of log λ̄, middle": sd.iloc[10:20].mean(), "least": sd.iloc[10:20].min(), "least gain of a layer": k.min()}
+
+
+# %%
+STARTS = {
+    "to the letter: β = 1, τ = 1": dict(beta_a=1.0, beta_g=1.0, calibrated=False),
+    "gain to the letter: β_g = 1": dict(beta_g=1.0),
+    "β_g = 0.1": dict(beta_g=0.1),
+    "attention to the letter: β_a = 1": dict(beta_a=1.0),
+    "the same, ρ = 1": dict(beta_a=1.0, noise_ratio=1.0),
+    "not calibrated": dict(calibrated=False),
+    "normalised units": dict(units="normalised"),
+    "normalised units, not calibrated": dict(units="normalised", calibrated=False),
+    "shipped: β_a = 0.25, β_g = 0.01, ρ = 0.1": {},
+}
+pd.DataFrame({name: start(**settings) for name, settings in STARTS.items()}).T.round(3)
+
+# %% [markdown]
+# READING
+
+# %%
+#| label: fig-tradeoff
+#| fig-cap: "CAP"
+#| code-fold: true
+fig, (left, right) = plt.subplots(1, 2, figsize=(8, 3.2))
+for beta_a, role, mark in ((0.25, "posterior", "o"), (1.0, "baseline", "s")):
+    points = [start(beta_a=beta_a, noise_ratio=rho) for rho in (0.01, 0.1, 1.0)]
+    x, y = ([p[name] for p in points] for name in ("sd of log λ̄, middle", "change, %"))
+    left.plot(x, y, mark + "-", color=COLOUR[role], markersize=5, label=f"β_a = {beta_a:g}")
+    for rho, a, b in zip(("ρ = .01", ".1", "1"), x, y):
+        left.annotate(rho, (a, b), xytext=(4, 4), textcoords="offset points", fontsize=8, color=COLOUR[role])
+left.axvline(0.05, color=COLOUR["prior"], linewidth=0.8)
+left.set(xlabel="sd of log λ̄ over tokens, layers 11–20", ylabel="change of perplexity [%]", yscale="symlog")
+betas = [0.01, 0.1, 1.0]
+right.plot(betas, [start(beta_g=b)["change, %"] for b in betas], "o-", color=COLOUR["posterior"], markersize=5)
+right.set(xlabel="β_g, weight of the prior in the gain", xscale="log", yscale="symlog")
+for ax in (left, right):
+    ax.axhline(0, color=COLOUR["prior"], linewidth=0.8)
+    ax.axhline(1, color=COLOUR["prior"], linestyle=":", linewidth=0.8)
+left.legend(fontsize=8)
+fig.tight_layout()
+plt.show()
+
+# %% [markdown]
+# READING2
+#
+# ## How it fails
+#
+# A family whose layer has not been checked is refused, as are a model that is converted already, or wrapped by peft (convert first, then wrap):
+
+# %%
+other = Gemma2ForCausalLM(Gemma2Config(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1, head_dim=8, pad_token_id=0))
+test_fail(lambda: convert(other), contains="SmolLM3ForCausalLM, got Gemma2ForCausalLM")
+test_fail(lambda: convert(convert(tiny())), contains="got BFTLlamaForCausalLM")
+test_fail(lambda: convert(tiny(), beta_g=-0.1), contains="bft_beta_g must be ≥ 0")
+test_fail(lambda: convert(tiny(), units="rms"), contains="'stream', 'normalised'")
+test_fail(lambda: trace(tiny(), **batch), contains="has no filtering layers")
+
+# %% [markdown]
+# Another attention function would ignore $\bar\lambda$ without a word, so the layer looks at what it got:
+
+# %%
+wrong = convert(tiny())
+wrong.set_attn_implementation("sdpa")
+test_fail(lambda: wrong(**batch), contains="attn_implementation must be one of 'bft', 'bft_blocked', got 'sdpa'")
+
+# %% [markdown]
+# ## Assumptions, and where they break
+#
+# - The tempered posterior forgets: at $\beta_g = .01$ a token's precision is nearly that of its last observation, and $\tau$ reaches no further than the first layers. To carry evidence over the depth, $\beta_g$ must grow in training.
+# - $K$ acts on what attention *adds*, as if that were an innovation $z - h$ (chapter 12). A pretrained layer was never told so.
+# - One number per head stands for the variance of all its values, and the projection treats heads as independent (21.2).
+# - "Bit by bit" holds against transformers' `eager` attention in float32 and half precision. Its other implementations differ from `eager` by rounding, and so do ours from them; in float64 `eager` takes the softmax in float32, and ours does not.
+# - The explicit attention keeps a table of all pairs of tokens for each head, as `eager` does. `attn_implementation="bft_blocked"` keeps none, but knows no dropout.
+# - The Jacobian costs three more products with the network's matrices in each layer, and in generation, where one token is computed at a time, a pass over those matrices. `jacobian="none"` saves both and takes $J = 0$.
+# - Calibrated scales belong to the text they were measured on. A model fine-tuned far away should be calibrated again.
+# - Weights in 8 or 4 bits give no matrix to square; dequantise first. Tensor parallelism has not been tried.
+#
+# ## Summary
+#
+# - `convert` makes a pretrained Llama, Mistral, Qwen2, Qwen3 or SmolLM3 [@touvron2023llama] a filter in place. The belief travels as $[h\,;\log\lambda]$, so checkpointing, caches, generation, peft [@hu2022lora] and distributed training work as before; under a thousandth of parameters is new.
+# - A power prior connects the plain model ($\beta = 0$, to the last bit) with the paper's filter ($\beta = 1$), per layer and learned.
+# - SUMMARY
+#
+# ## Exercises
+#
+# **1.** Multiply all $\bar\lambda$ in (40.2) by the same number. What changes in the weights, and what in $\lambda_{\text{obs}}$?
+#
+# <details><summary>Answer</summary>
+#
+# Nothing in the weights: a softmax does not see a constant. The claimed variance $s_0^2$ falls by that factor; the scatter $S$ stays.
+
+# %%
+logits, log_lam_bar = torch.randn(1, 1, 5, 5), torch.randn(1, 5)
+call = Query(logits, torch.eye(5)[None, None], torch.randn(1, 1, 5, 2), log_lam_bar, torch.ones(1), None, 1.0, 0.0)
+once, tenfold = attend_explicit(call)[1], attend_explicit(call._replace(log_lam_bar=log_lam_bar + math.log(10)))[1]
+torch.testing.assert_close(once.scatter, tenfold.scatter)
+torch.testing.assert_close(once.s2_0, 10 * tenfold.s2_0)
+
+# %% [markdown]
+# </details>
+#
+# **2.** Without process noise and with $\beta = 1$, the precision of (40.1) can only grow. Show that for $\beta < 1$ it has a limit even so, when each layer brings the same $\lambda_{\text{obs}}$.
+#
+# <details><summary>Answer</summary>
+#
+# The fixed point of $\lambda' = \beta\lambda + \lambda_{\text{obs}}$ is $\lambda_{\text{obs}}/(1-\beta)$: the evidence of $1/(1-\beta)$ layers. Forgetting does what process noise does in chapter 13.
+
+# %%
+below = sp.symbols("beta", positive=True)
+limit = sp.solve(below * lam + lam_obs - lam, lam)[0]
+prove(limit - lam_obs / (1 - below))
+
+# %% [markdown]
+# </details>
+#
+# **3.** The first layer's tokens all start at the same $\tau$. Is its attention the plain one?
+#
+# <details><summary>Answer</summary>
+#
+# Yes: a constant $\log\bar\lambda$ falls out of the softmax. Precision begins to differ with the first observation.
+
+# %%
+with torch.no_grad():
+    filtering, plain = (m(**batch, output_attentions=True).attentions[0] for m in (convert(tiny()), tiny()))
+torch.testing.assert_close(filtering, plain, atol=1e-6, rtol=1e-5)
+
+# %% [markdown]
+# </details>
+
+# %%
+#| hide
+here.cleanup()
