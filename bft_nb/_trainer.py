@@ -56,6 +56,17 @@ class RankingTrainer(Trainer):
         return metrics
 
 
+class Every(TrainerCallback):
+    "Validate and save at the end of every n-th epoch only."
+
+    def __init__(self, n: int):
+        self.n = n
+
+    def on_epoch_end(self, args, state, control, **kwargs):
+        if round(state.epoch) % self.n:
+            control.should_evaluate = control.should_save = False
+
+
 class Progress(TrainerCallback):
     "A bar with the last loss and validation metric."
 

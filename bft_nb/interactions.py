@@ -6,7 +6,7 @@
 __all__ = ['REGISTRY', 'Sequences', 'from_lengths', 'take', 'from_end', 'Interactions', 'check_columns', 'missing_values',
            'whole_numbers', 'id_column', 'time_column', 'position_column', 'first_appearance', 'from_frame',
            'check_distinct_positions', 'read', 'read_table', 'integers_if_faithful', 'Ties', 'ties', 'Examples',
-           'repeats', 'Split', 'split_hash', 'with_hash', 'users_with', 'leave_one_out', 'rows', 'cut_times',
+           'repeats', 'Split', 'split_hash', 'with_hash', 'users_with', 'leave_one_out', 'rows', 'thin', 'cut_times',
            'next_after', 'global_time', 'item_counts', 'Strata', 'popularity_strata', 'Dataset', 'amazon_2014',
            'dataset', 'count_repeats', 'check_statistics', 'find', 'load_parquet', 'official_files', 'prepare', 'load',
            'from_world', 'synthetic', 'Protocol', 'describe']
@@ -402,6 +402,17 @@ def rows(
     keep = np.isin(np.repeat(np.arange(len(sequences)), sequences.lengths), users)
     times = None if sequences.times is None else sequences.times[keep]
     return replace(from_lengths(sequences.lengths[users], sequences.items[keep]), times=times)
+
+# %% ../nbs/30_interactions.ipynb #d4af6ea8
+def thin(
+    data: Interactions,
+    keep: float,  # share of the earlier events that stay, 0 … 1
+    seed: int = 0,
+) -> Interactions:  # the same users, items and last three events
+    "Drop events at random, never one of a user's last three; `ValueError` for a share outside 0 … 1."
+    if not 0 <= keep <= 1: raise ValueError(f"keep must lie in 0 … 1, got {keep}")
+    stay = (from_end(data.sequences) <= 3) | (np.random.default_rng(seed).random(data.n_interactions) < keep)
+    return replace(data, sequences=take(data.sequences, stay), times=None if data.times is None else data.times[stay])
 
 # %% ../nbs/30_interactions.ipynb #aecf03e5
 def cut_times(

@@ -508,7 +508,7 @@ class Recommender:
         patience: int = 5,  # epochs without a better ndcg@10 on validation before stopping
         batch_size: int = 128,  # sequences
         lr: float = 3e-3,
-        precision_lr: float = 3e-2,  # of log τ and the process noise; with `bft` only
+        precision_lr: float | None = None,  # of log τ and the process noise; None: `lr`
         negatives: int | None = 512,  # of the sampled softmax; None: full cross-entropy
         seed: int = 0,
         device: str = "auto",  # "auto", "cpu", "cuda", "mps"
@@ -551,7 +551,7 @@ class Recommender:
         torch.manual_seed(s["seed"])
         model = build(s["backbone"], data.n_items, self._arguments)
         fitted = fit(
-            model, split, seed=s["seed"], epochs=s["max_epochs"], batch_size=s["batch_size"], lr=s["lr"], precision_lr=s["precision_lr"] if s["bft"] else None,
+            model, split, seed=s["seed"], epochs=s["max_epochs"], batch_size=s["batch_size"], lr=s["lr"], precision_lr=s["precision_lr"],
             negatives=s["negatives"], patience=s["patience"], device=s["device"], progress=progress, filter_seen=s["filter_seen"],
         )  # fmt: skip
         self.model, self.item_ids, self.user_ids, self.histories = model.eval(), data.item_ids, data.user_ids, data.sequences

@@ -1,6 +1,7 @@
 """Tables and comparisons from stored rows and ranks alone: what a reader of the book sees, a clone can compute again."""
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,8 @@ def seed_ranks(
     rows: pd.DataFrame,  # of one cell: same data, model and parameters, all seeds
     split: str = "test",
     folder: Path | None = None,
-) -> tuple[np.ndarray, np.ndarray]:  # ranks (seeds, users), strata (users,)
+    groups: Callable[[Path], np.ndarray] = load_strata,  # what to tell the users of a file apart by
+) -> tuple[np.ndarray, np.ndarray]:  # ranks (seeds, users), groups (users,)
     "Stored ranks of every seed of a cell."
     paths = [ranks_path((folder or results_folder()) / "ranks", run, split) for run in runs_of(rows)]
     if not paths:
@@ -65,7 +67,7 @@ def seed_ranks(
     ranks = [load_ranks(p) for p in paths]
     if len({len(r) for r in ranks}) > 1:
         raise ValueError(f"the seeds were evaluated on different users: {[len(r) for r in ranks]} of them")
-    return np.stack(ranks), load_strata(paths[0])
+    return np.stack(ranks), groups(paths[0])
 
 
 def compare(
@@ -74,12 +76,21 @@ def compare(
     metric: Callable[[Tensor], Tensor] = ndcg,  # value per user from ranks
     split: str = "test",
     folder: Path | None = None,
-) -> dict[str, Difference]:  # keys "all", "0" (rarest) … "3"
+    groups: Callable[[Path], np.ndarray] = load_strata,
+    relative: bool = False,  # in percent of the baseline's mean of the group
+    candidate_split: str | None = None,  # where the candidate's ranks are stored, if not under `split`
+) -> dict[str, Difference]:  # keys "all", and per group: "0" (rarest) … "3"
     "Candidate minus baseline, averaged over seeds, with a bootstrap interval over users (the same users in both)."
-    (a, strata), (b, other) = (seed_ranks(rows, split, folder) for rows in (candidate, baseline))
+    (a, strata), (b, other) = seed_ranks(candidate, candidate_split or split, folder, groups), seed_ranks(baseline, split, folder, groups)
     if not np.array_equal(strata, other):
         raise ValueError("the two cells were evaluated on different users or strata")
-    return paired_bootstrap(torch.as_tensor(a), torch.as_tensor(b), metric, strata)
+    found = paired_bootstrap(torch.as_tensor(a), torch.as_tensor(b), metric, strata)
+    if not relative:
+        return found
+    level = metric(torch.as_tensor(b)).reshape(b.shape).mean(0).numpy()
+    levels = {"all": level.mean()} | {str(g): level[strata == g].mean() for g in np.unique(strata)}
+    percent = {g: 100 / level if level else math.nan for g, level in levels.items()}
+    return {g: Difference(d.mean * percent[g], d.low * percent[g], d.high * percent[g], d.n) for g, d in found.items()}
 
 
 def interval(value: float, n: int) -> tuple[float, float]:

@@ -33,15 +33,15 @@ TEXT = ("exp", "dataset", "model", "split", "metric", "device", "commit")
 RANK_CAP = 255  # ranks are stored in a byte; beyond this place no metric here looks
 
 
-def canonical(params: Mapping[str, Any] | str) -> str:
-    "Parameters as JSON with sorted keys, so that equal parameters are equal text; `ValueError` unless a JSON object."
+def canonical(params: Mapping[str, Any] | str, name: str = "params") -> str:
+    "Parameters as JSON with sorted keys, so that equal parameters are equal text; `ValueError` with their name unless a JSON object."
     try:
         value = json.loads(params) if isinstance(params, str) else dict(params)
         text = json.dumps(value, sort_keys=True, allow_nan=False)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"params must be a JSON object, got {params!r}") from error
+        raise ValueError(f"{name} must be a JSON object, got {params!r}") from error
     if not isinstance(value, dict):
-        raise ValueError(f"params must be a JSON object, got {params!r}")
+        raise ValueError(f"{name} must be a JSON object, got {params!r}")
     return text
 
 
@@ -182,21 +182,30 @@ def ranks_path(folder: str | Path, run: Mapping[str, Any], split: str = "test") 
     return Path(folder) / f"{run['exp']}-{run['dataset']}-{run['model']}-{run_key(run)}-{split}.npz"
 
 
+def _beside(name: str, given: Any, ranks: np.ndarray, top: float = 255) -> np.ndarray:
+    "What is stored beside ranks, as an array; `ValueError` unless one integer from 0 to `top` per rank."
+    values = np.asarray(given)
+    if values.shape != ranks.shape or not np.issubdtype(values.dtype, np.integer) or (values < 0).any() or (values > top).any():
+        bound = "of at least 0" if top == math.inf else f"from 0 to {top}"
+        raise ValueError(f"{name} must be integers {bound}, one per rank ({len(ranks)}), got {values.dtype} of shape {values.shape}")
+    return values
+
+
 def save_ranks(
     path: str | Path,
     ranks: Any,  # per user, cut at 255 here
     strata: Any = None,  # popularity stratum of each user's target, 0 is the rarest; None: not stored
+    history: Any = None,  # items in each user's history, cut at 255 here; None: not stored
 ) -> Path:
-    "Store ranks (and strata) as compressed bytes; `ValueError` unless ranks are positive integers in one row and strata fit them."
+    "Store ranks (with strata and lengths of histories) as compressed bytes; `ValueError` unless ranks are positive integers in one row and the others fit them."
     values = np.asarray(ranks)
     if values.ndim != 1 or not np.issubdtype(values.dtype, np.integer) or (values < 1).any():
         raise ValueError(f"ranks must be positive integers in one row, got {values.dtype} of shape {values.shape}")
     arrays = {"ranks": np.minimum(values, RANK_CAP).astype(np.uint8)}
     if strata is not None:
-        groups = np.asarray(strata)
-        if groups.shape != values.shape or not np.issubdtype(groups.dtype, np.integer) or (groups < 0).any() or (groups > 255).any():
-            raise ValueError(f"strata must be integers from 0 to 255, one per rank ({len(values)}), got {groups.dtype} of shape {groups.shape}")
-        arrays["strata"] = groups.astype(np.uint8)
+        arrays["strata"] = _beside("strata", strata, values).astype(np.uint8)
+    if history is not None:
+        arrays["history"] = np.minimum(_beside("history", history, values, math.inf), RANK_CAP).astype(np.uint8)
     with _replacing(Path(path)) as temporary:
         np.savez_compressed(temporary, **arrays)
     return Path(path)
@@ -221,3 +230,8 @@ def load_ranks(path: str | Path) -> np.ndarray:
 def load_strata(path: str | Path) -> np.ndarray:
     "Popularity stratum of each user's target as int64; `ValueError` if the file holds none."
     return _stored(path, "strata")
+
+
+def load_history(path: str | Path) -> np.ndarray:
+    "Items in each user's history as int64, 255 means 255 or more; `ValueError` if the file holds none."
+    return _stored(path, "history")

@@ -24,7 +24,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from bft_nb.core import check_count, check_flag, check_positive
+from bft_nb.core import check_count, check_flag, check_option, check_positive
 from bft_nb.download import written
 from bft_nb.ranking import ranks
 
@@ -263,7 +263,7 @@ def seen_to_input(seen: Int[Tensor, "b s"], max_length: int) -> Int[Tensor, "b t
 class FitResult(NamedTuple):
     "What training did; the model itself carries the weights of the best epoch."
 
-    history: list[dict[str, float]]  # per epoch: epoch, loss, ndcg@10, hr@10 on validation, seconds
+    history: list[dict[str, float]]  # per validation: epoch, loss, ndcg@10, hr@10 on validation, seconds
     best_epoch: int  # by ndcg@10 on validation
     seconds: float  # wall clock of all epochs with their validation, resumed parts included
 
@@ -343,7 +343,7 @@ def _check_out_dir(out_dir: Path, key: str) -> None:
 
 
 def _history(log: list[dict[str, float]]) -> list[dict[str, float]]:
-    "One row per epoch from the trainer's log."
+    "One row per validated epoch from the trainer's log."
     rows: dict[int, dict[str, float]] = {}
     for entry in log:
         row = rows.setdefault(round(entry["epoch"]), {"epoch": round(entry["epoch"])})
@@ -353,8 +353,10 @@ def _history(log: list[dict[str, float]]) -> list[dict[str, float]]:
 
 def _check_settings(settings: dict[str, Any]) -> None:
     "Raise `ValueError` or `TypeError` naming the argument that can't be."
-    for name in ("epochs", "batch_size", "patience", "eval_batch_size"):
+    for name in ("epochs", "batch_size", "patience", "validate_every", "eval_batch_size"):
         check_count(name, settings[name])
+    if settings["epochs"] % settings["validate_every"]:
+        raise ValueError(f"validate_every must divide epochs={settings['epochs']}, got {settings['validate_every']}")
     if settings["negatives"] is not None:
         check_count("negatives", settings["negatives"])
     check_count("seed", settings["seed"], 0)
@@ -365,8 +367,8 @@ def _check_settings(settings: dict[str, Any]) -> None:
         check_positive("precision_lr", settings["precision_lr"])
     check_positive("weight_decay", settings["weight_decay"], zero=True)
     check_flag("filter_seen", settings["filter_seen"])
-    if settings["dtype"] not in ("float32", "bfloat16"):
-        raise ValueError(f'dtype must be "float32" or "bfloat16", got {settings["dtype"]!r}')
+    check_option("dtype", settings["dtype"], ("float32", "bfloat16"))
+    check_option("schedule", settings["schedule"], ("constant", "linear"))
 
 
 def _check_data(model: nn.Module, split: Any) -> None:
@@ -393,11 +395,13 @@ def fit(
     seed: int = 0,  # order of batches, dropout and negatives (the model was initialised before)
     epochs: int = 100,  # at most
     batch_size: int = 128,  # sequences
-    lr: float = 3e-3,  # constant, AdamW; tuned on the validation part of Beauty (ndcg@10 after six epochs: .037, with 1e-3 .025)
+    lr: float = 3e-3,  # of AdamW, at the start
+    schedule: str = "constant",  # of both learning rates: "constant", or "linear" down to zero after the last of `epochs`
     precision_lr: float | None = None,  # of the precision parameters; None: `lr`
     weight_decay: float = 0.0,  # of all other parameters
     negatives: int | None = 512,  # of the sampled softmax, per batch; None: full cross-entropy
-    patience: int = 5,  # epochs without a better ndcg@10 on validation before stopping
+    patience: int = 5,  # validations without a better ndcg@10 before stopping
+    validate_every: int = 1,  # epochs between validations; a divisor of `epochs`
     device: str = "auto",  # "auto", "cpu", "cuda", "mps"
     dtype: str = "float32",  # "float32" or "bfloat16" (autocast; precision and losses stay float32)
     out_dir: str | Path | None = None,  # checkpoints; a second call with the same settings resumes. None: none are kept
@@ -408,12 +412,12 @@ def fit(
     """Train on all positions of the training sequences, stop early, restore the best epoch.
 
     Deterministic by `seed` on a CPU, and a killed run that is called again ends bit for bit where an uninterrupted one does
-    (checkpoints are written per epoch). Raises `ValueError` for impossible arguments and for an `out_dir` of another run,
+    (checkpoints are written at every validation). Raises `ValueError` for impossible arguments and for an `out_dir` of another run,
     `FloatingPointError` if the loss becomes NaN or infinite.
     """
     settings = dict(
         seed=seed, epochs=epochs, batch_size=batch_size, lr=lr, precision_lr=precision_lr, weight_decay=weight_decay,
-        negatives=negatives, patience=patience, dtype=dtype, filter_seen=filter_seen,
+        negatives=negatives, patience=patience, dtype=dtype, filter_seen=filter_seen, schedule=schedule, validate_every=validate_every,
     )  # fmt: skip
     _check_settings({**settings, "eval_batch_size": eval_batch_size})
     _check_data(model, split)
@@ -438,7 +442,7 @@ def _train(trainer: Any, checkpoint: str | None) -> None:
     try:
         trainer.train(resume_from_checkpoint=checkpoint)
     except ValueError as e:
-        if "finite" not in str(e):
+        if not any(word in str(e) for word in ("finite", "got nan", "got inf")):
             raise
         raise FloatingPointError(f"training diverged after step {trainer.state.global_step}: {e}. Try a smaller lr or precision_lr") from e
 
@@ -448,13 +452,13 @@ def _trainer(model, split, folder: Path, place: torch.device, settings: dict[str
     # importing transformers takes seconds, and only training needs it
     from transformers import EarlyStoppingCallback, PrinterCallback, set_seed
 
-    from bft_nb._trainer import OneDevice, Progress, RankingTrainer
+    from bft_nb._trainer import Every, OneDevice, Progress, RankingTrainer
 
     data = TrainingSequences(split.train, model)
     batches = data.batches(settings["batch_size"], settings["seed"])
     groups = parameter_groups(model.to(place), settings["lr"], settings["precision_lr"], settings["weight_decay"])
     loss = SequenceLoss(model, settings["negatives"], data.n_targets() / len(batches))
-    callbacks = [EarlyStoppingCallback(settings["patience"])]
+    callbacks = [Every(settings["validate_every"]), EarlyStoppingCallback(settings["patience"])]
     if progress:
         callbacks.append(Progress(len(batches) * settings["epochs"]))
     set_seed(settings["seed"])
@@ -468,10 +472,10 @@ def _trainer(model, split, folder: Path, place: torch.device, settings: dict[str
 
 
 def _arguments(arguments: type, folder: Path, place: torch.device, settings: dict[str, Any]):
-    "What `transformers` is asked to do once an epoch: log, validate, save."
+    "What `transformers` is asked to do at the end of an epoch: log, validate, save."
     return arguments(
         output_dir=str(folder), num_train_epochs=settings["epochs"], per_device_train_batch_size=settings["batch_size"],
-        seed=settings["seed"], lr_scheduler_type="constant", use_cpu=place.type == "cpu", bf16=settings["dtype"] == "bfloat16",
+        seed=settings["seed"], lr_scheduler_type=settings["schedule"], use_cpu=place.type == "cpu", bf16=settings["dtype"] == "bfloat16",
         eval_strategy="epoch", save_strategy="epoch", logging_strategy="epoch", logging_nan_inf_filter=False,
         metric_for_best_model="ndcg@10", greater_is_better=True, load_best_model_at_end=True, save_total_limit=2,
         average_tokens_across_devices=False, restore_callback_states_from_checkpoint=True, remove_unused_columns=False, dataloader_pin_memory=False,
@@ -486,10 +490,10 @@ def _state(checkpoint: Path):
 
 
 def _finished(checkpoint: Path, epochs: int, patience: int) -> bool:
-    "Does this checkpoint end a run, by its number of epochs or by patience?"
+    "Does this checkpoint end a run, by its number of epochs or of validations without a better one?"
     rows = _history(_state(checkpoint).log_history)
-    last = rows[-1]["epoch"]
-    return last >= epochs or last - _best(rows) >= patience
+    since_best = sum(row["epoch"] > _best(rows) for row in rows)
+    return rows[-1]["epoch"] >= epochs or since_best >= patience
 
 
 def _restore_best(checkpoint: Path, model: nn.Module):

@@ -586,3 +586,25 @@ def test_bad_hstu_options():
         HSTU(5, bft=True, nu0=0.0)
     with pytest.raises(TypeError, match="jacobian"):
         HSTU(5, bft=True, jacobian="full")
+
+
+@pytest.mark.parametrize("faint", [1.0, 1e-6, 1e-9, 1e-12, 1e-16, 1e-20, 1e-28, 1e-38, 0.0])
+@pytest.mark.parametrize("level", [1e-6, 1.0, 1e6])
+def test_faint_weights_of_hstu_have_finite_gradients(faint, level):
+    a, lam_bar = (torch.randn(2, 2, 5, 5) * faint).tril().requires_grad_(), torch.full((2, 5), level).requires_grad_()
+    v, u, weight = torch.randn(2, 2, 5, 4).requires_grad_(), torch.randn(2, 5, 8).requires_grad_(), torch.randn(8, 8).requires_grad_()
+    seen = pointwise_observe(a, lam_bar, v)
+    lam_obs = gated_precision(seen, u, weight, 1e-6)
+    assert all(bool((torch.isfinite(x) & (x > 0)).all()) for x in (seen.precision, lam_obs))
+    for gradient in torch.autograd.grad(seen.mean.sum() + lam_obs.log().sum(), (a, lam_bar, v, u, weight)):
+        assert bool(torch.isfinite(gradient).all())
+
+
+@pytest.mark.parametrize("shift", [-5.0, -20.0, -40.0, -80.0, -120.0])
+def test_a_deaf_hstu_filter_trains_on(shift):
+    model = HSTU(9, max_length=6, d=8, dropout=0.0, bft=True)
+    with torch.no_grad():
+        for layer in model.encoder.layers:
+            layer.position_bias.add_(shift)
+    model(torch.tensor([[1, 2, 3, 4], [5, 6, 7, 0]])).square().sum().backward()
+    assert all(bool(torch.isfinite(p.grad).all()) for p in model.parameters() if p.grad is not None)

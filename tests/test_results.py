@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import bft_nb
-from bft_nb.results import COLUMNS, append_rows, canonical, check_row, commit, has_rows, load_ranks, load_strata, make_rows, ranks_path, read_rows, run_key, save_ranks
+from bft_nb.results import COLUMNS, append_rows, canonical, check_row, commit, has_rows, load_history, load_ranks, load_strata, make_rows, ranks_path, read_rows, run_key, save_ranks
 
 
 def row(**changes):
@@ -165,6 +165,21 @@ def test_strata_lie_beside_ranks(tmp_path):
     for bad in ([0, 1], [0, 1, -1], [0.0, 1.0, 2.0], [0, 1, 300]):
         with pytest.raises(ValueError, match="strata must be"):
             save_ranks(path, np.array([1, 2, 3]), np.array(bad))
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", "7"])
+def test_what_is_no_json_object_is_named(text):
+    with pytest.raises(ValueError, match="options must be a JSON object, got"):
+        canonical(text, "options")
+
+
+def test_history_lies_beside_ranks(tmp_path):
+    path = save_ranks(tmp_path / "r.npz", np.array([1, 300]), history=np.array([3, 2000]))
+    assert load_history(path).tolist() == [3, 255]
+    for bad in ([1], [1, -2], [1.0, 2.0]):
+        with pytest.raises(ValueError, match="history must be integers of at least 0"):
+            save_ranks(path, np.array([1, 2]), history=np.array(bad))
+    assert load_history(path).tolist() == [3, 255]
 
 
 def test_commit_names_the_code():

@@ -1,5 +1,6 @@
 """Losses, batches, evaluation, training: determinism, resuming, early stopping."""
 
+import json
 import math
 import os
 import subprocess
@@ -317,6 +318,20 @@ def test_a_half_written_checkpoint_is_dropped(split, tmp_path):
     assert len(result.history) == 1 and not half.exists()
 
 
+def test_validating_less_often_trains_the_same(split, tmp_path):
+    every, third = (fit(small(split), split, epochs=6, validate_every=n, out_dir=tmp_path / str(n), **QUICK) for n in (1, 3))
+    assert [row["epoch"] for row in third.history] == [3, 6]
+    assert without_seconds(third.history) == without_seconds([every.history[2], every.history[5]])
+    assert sorted(p.name for p in (tmp_path / "3").glob("checkpoint-*")) == ["checkpoint-12", "checkpoint-24"]
+
+
+def test_the_linear_schedule_ends_at_zero(split, tmp_path):
+    fit(small(split), split, epochs=4, schedule="linear", out_dir=tmp_path, **QUICK)
+    log = json.loads((tmp_path / "checkpoint-16" / "trainer_state.json").read_text())["log_history"]
+    rates = [row["learning_rate"] for row in log if "learning_rate" in row]
+    assert rates == pytest.approx([QUICK["lr"] * (1 - (4 * epoch - 1) / 16) for epoch in (1, 2, 3, 4)])
+
+
 def test_an_out_dir_belongs_to_one_run(split, tmp_path):
     fit(small(split), split, epochs=1, out_dir=tmp_path, **QUICK)
     with pytest.raises(ValueError, match="other settings"):
@@ -379,6 +394,9 @@ def test_a_filtering_model_learns_the_ring(split):
         (dict(batch_size=0), "batch_size"),
         (dict(negatives=0), "negatives"),
         (dict(patience=0), "patience"),
+        (dict(validate_every=0), "validate_every must be at least 1, got 0"),
+        (dict(epochs=10, validate_every=4), "validate_every must divide epochs=10, got 4"),
+        (dict(schedule="cosine"), "schedule must be one of 'constant', 'linear', got 'cosine'"),
         (dict(lr=0.0), "lr must be positive"),
         (dict(precision_lr=-1.0), "precision_lr must be positive"),
         (dict(dtype="float16"), "bfloat16"),

@@ -601,6 +601,38 @@ other = from_frame(shop.iloc[::-1], "reader", "book", timestamp="day")
 
 
 # %% [markdown]
+# ### The same world, seen less often
+#
+# A claim about sparse data wants one data set at several densities, all else equal. Removing users or items would change who is asked; removing *events* does not, if the last two of each user, the targets, and the one before them stay. The random numbers belong to the events, so a thinner set is contained in a thicker one.
+
+
+# %%
+#| exports
+def thin(
+    data: Interactions,
+    keep: float,  # share of the earlier events that stay, 0 … 1
+    seed: int = 0,
+) -> Interactions:  # the same users, items and last three events
+    "Drop events at random, never one of a user's last three; `ValueError` for a share outside 0 … 1."
+    if not 0 <= keep <= 1: raise ValueError(f"keep must lie in 0 … 1, got {keep}")
+    stay = (from_end(data.sequences) <= 3) | (np.random.default_rng(seed).random(data.n_interactions) < keep)
+    return replace(data, sequences=take(data.sequences, stay), times=None if data.times is None else data.times[stay])
+
+
+# %%
+rng = np.random.default_rng(0)
+whole = Interactions("ten events each", from_lengths(np.full(200, 10), rng.integers(1, 31, 2000)), np.arange(200), np.arange(30))
+half, quarter = thin(whole, 0.5), thin(whole, 0.25)
+whole.n_interactions, half.n_interactions, quarter.n_interactions
+
+# %%
+np.testing.assert_array_equal(leave_one_out(whole).test.targets, leave_one_out(quarter).test.targets)
+np.testing.assert_array_equal(leave_one_out(whole).valid.targets, leave_one_out(quarter).valid.targets)
+np.testing.assert_array_equal(thin(whole, 1.0).sequences.items, whole.sequences.items)
+assert quarter.sequences.lengths.min() >= 3 and (quarter.sequences.lengths <= half.sequences.lengths).all()
+test_fail(lambda: thin(whole, 1.5), contains="got 1.5")
+
+# %% [markdown]
 # ### Global time
 #
 # Leave-one-out lets a model learn from events that lie after some test targets. A split at two moments does not: everything before the first is for training; a user's first event

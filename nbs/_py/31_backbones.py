@@ -167,6 +167,32 @@ def initial_precision(
 
 
 # %% [markdown]
+# $\tau$ per item "can start from log item frequency" [P]. Our reading [D]: a prior that is worth as much as the item is known, $\tau_i \propto \log(2 + n_i)$ for $n_i$ training interactions, scaled to geometric mean one so that the common level stays where a start at one has it. The two keeps $\tau$ positive for an item never seen.
+
+# %%
+#| exports
+def frequency_precision(
+    counts: Int[np.ndarray, "padded"],  # training interactions per item, entry 0 is padding
+) -> Float[Tensor, "v"]:  # τ of items 1 … v, [h⁻²]
+    "Initial precisions by log frequency, of geometric mean one, for `ItemPrecision(v, init=…)` [@bft2026]; `ValueError` for a negative count or none."
+    if counts.ndim != 1 or len(counts) < 2 or counts.min() < 0:
+        raise ValueError(f"counts must be counts of padding and at least one item, got shape {counts.shape}" + (f" with {counts.min()}" if counts.size else ""))
+    log_tau = torch.from_numpy(np.log(np.log(2.0 + counts[1:]))).float()
+    return (log_tau - log_tau.mean()).exp()
+
+
+# %%
+frequency_precision(np.array([0, 0, 5, 50, 500]))
+
+# %%
+from fastcore.test import test_fail
+
+# %%
+torch.testing.assert_close(frequency_precision(np.array([0, 3, 3])), torch.ones(2))
+test_fail(lambda: inspect.unwrap(frequency_precision)(np.array([0, -1])), contains="-1")
+
+
+# %% [markdown]
 # ## What every backbone does
 #
 # Item embedding plus learned position, dropout, encoder. The score of item $i$ after position $t$ is the inner product with the item's own embedding [@kang2018sasrec]:
@@ -467,7 +493,6 @@ model.last(torch.zeros(1, 4, dtype=torch.long)).abs().max()
 # Replace one item of a history and see which states move. With twelve positions:
 
 # %%
-from fastcore.test import test_fail
 import matplotlib.pyplot as plt
 
 # %%
@@ -834,6 +859,15 @@ def signed_moments(
     return SignedMoments(*signed.split([k, 1], -1), *absolute.split([k, 1], -1), *squared.split([k, k, 1, 1], -1))
 
 
+# %% [markdown]
+# Training may make a query deaf: $\mathrm{SiLU}(x) \approx x e^{x}$ for $x \ll 0$, and squares of such weights vanish in float32 long before the weights do. Everything here is homogeneous in $b$ (mean of degree one, variance of degree two, centre and $\kappa$ of degree zero), so each query's weights are measured in units of their largest, and the unit is put back at the end. Without that, gradients are infinite or undefined from weights of about $10^{-12}$ on, and HSTU's filter diverged on Beauty at a learning rate of .006.
+
+# %%
+#| exports
+LEAST_WEIGHT = 1e-30  # largest |b| of a query that has heard something
+SHARPEST = 1e-18  # least variance of a sum, [v²]: the square of its reciprocal, which gradients contain, is a float32
+
+
 # %%
 #| exports
 def pointwise_observe(
@@ -841,22 +875,24 @@ def pointwise_observe(
     lam_bar: Float[Tensor, "b t"],  # reliability λ̄ of each key, > 0, [h⁻²]
     v: Float[Tensor, "b h t k"],  # values, [v]
     nu0: float = 1.0,  # ν₀ > 0, what the prior is worth in observations
-) -> Observation:  # float32 or wider; precision 1/`NO_EVIDENCE` and n_eff 0 where no relevance differs from 0
+) -> Observation:  # float32 or wider; precision 1/`NO_EVIDENCE` and n_eff 0 where no weight is above `LEAST_WEIGHT`
     "The sum of unnormalised attention (31.6) with its sandwich variance (14.2, 14.3, 14.5) [@bft2026]."
     with torch.autocast(v.device.type, enabled=False):
         v, lam_bar = at_least_float32(v), at_least_float32(lam_bar)
         origin = v[..., :1, :].detach()  # residuals do not change; the squares lose less to rounding
-        x = signed_moments(at_least_float32(a), lam_bar, v - origin)
-        typical = (lam_bar.cumsum(-1) / torch.arange(1, lam_bar.shape[-1] + 1, device=v.device))[:, None, :, None]
-        largest, heard = torch.maximum(x.b.square(), x.sq), x.sq > 0
-        safe = torch.where(heard, largest, 1)
+        a, typical = at_least_float32(a), (lam_bar.cumsum(-1) / torch.arange(1, lam_bar.shape[-1] + 1, device=v.device))[:, None, :, None]
+        largest = (a * lam_bar[:, None, None]).detach().abs().amax(-1, keepdim=True)
+        heard = largest > LEAST_WEIGHT
+        unit = torch.where(heard, largest, 1)  # in which the sums neither overflow nor vanish; it cancels
+        x = signed_moments(a / unit, lam_bar, v - origin)
+        whole = torch.where(heard, torch.maximum(x.b.square(), x.sq), 1)
         level = x.abs_v / torch.where(heard, x.abs, 1)
-        centre = level + x.b / safe * (x.b_v - x.b * level)  # (14.3)
+        centre = level + x.b / whole * (x.b_v - x.b * level)  # (14.3)
         sandwich = (x.sq_vv - 2 * centre * x.sq_v + centre.square() * x.sq).clamp_min(0)  # (14.2)
-        kappa = torch.where(heard, x.sq / safe, 1)
-        variance = posterior_variance(sandwich, x.claimed, kappa, nu0) / typical.square()
-        variance = torch.where(heard, variance, NO_EVIDENCE).clamp(1 / NO_EVIDENCE, NO_EVIDENCE)
-        return Observation((x.b_v + x.b * origin) / typical, variance.reciprocal(), (heard / kappa).squeeze(-1))
+        kappa, unit = torch.where(heard, x.sq / whole, 1), unit / typical
+        variance = posterior_variance(sandwich, x.claimed, kappa, nu0) * unit.square()
+        variance = torch.where(heard, variance.clamp(SHARPEST, 1 / SHARPEST), NO_EVIDENCE)
+        return Observation((x.b_v + x.b * origin) * unit, variance.reciprocal(), (heard / kappa).squeeze(-1))
 
 
 # %% [markdown]
@@ -872,6 +908,17 @@ torch.testing.assert_close(seen, Observation(mean, 1 / variance, 1 / kappa.squee
 # %%
 fast, plain = (torch.autograd.grad(m.sin().sum() + w.log().sum(), (a, lam_bar, v), retain_graph=True) for m, w in ((seen.mean, seen.precision), (mean, 1 / variance)))
 torch.testing.assert_close(fast, plain)
+
+# %% [markdown]
+# and weights a hundred million times smaller give the same answer in another unit, with finite gradients:
+
+# %%
+faint = 1e-8
+a32, lam32, v32 = (x.detach().float().requires_grad_() for x in (a, lam_bar, v))
+loud, quiet = pointwise_observe(a32, lam32, v32), pointwise_observe(a32 * faint, lam32, v32)
+torch.testing.assert_close(quiet.mean / faint, loud.mean)
+torch.testing.assert_close(quiet.precision * faint**2, loud.precision)
+assert torch.isfinite(torch.autograd.grad(quiet.precision.log().sum(), a32)[0]).all()
 
 # %% [markdown]
 # For the three tokens above, with an unreliable second one:

@@ -1,0 +1,94 @@
+"""What the pages of the recommendation study share: which stored rows make a cell, and what was chosen for them.
+
+A cell is a data set, a backbone and a kind of layer (`ARMS`, or other options of the filtering layer) at the budget of the
+study; several seeds of it may be stored. Its dropout and learning rate are those that did best on the validation items of `TUNED_ON`.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from bft_nb.core import check_option
+from bft_nb.report import choose, load_rows, over_seeds
+from bft_nb.results import canonical, load_history
+
+__all__ = ["ARMS", "BACKBONE_OPTIONS", "BUDGET", "DATASETS", "HISTORIES", "TUNED_ON", "cell", "history_strata", "metrics", "study_rows", "tuned", "tuning"]
+
+TUNED_ON = "beauty"
+DATASETS = ("beauty", "sports", "toys", "instruments", "yelp", "ml1m")
+ARMS: dict[str, dict[str, Any]] = {  # the kinds of layer: options of the filtering layer, none for the plain one
+    "plain": {},
+    "null": {"kriging": False, "kalman": False},  # the filtering layer with its filter switched off
+    "filter": {},
+}
+BACKBONE_OPTIONS: dict[str, dict[str, Any]] = {"bert4rec": {"mask_probability": 0.3, "last_probability": 0.5}}  # of every arm
+BUDGET = {"d": 64, "negatives": 512, "epochs": 30, "dtype": "float32"}
+SETTINGS = {"bft", "max_length", "batch_size", "thin", "split_hash", "dropout", "lr", "precision_lr", *BUDGET}  # whatever else a run names is an option of its layers
+HISTORIES = (4, 6, 10)  # a user's items: up to 4, up to 6, up to 10, more
+
+
+def _options(params: str) -> str:
+    "What a run's parameters say about its layers beyond the settings of the study."
+    given = json.loads(params)
+    options = {name: value for name, value in given.items() if name not in SETTINGS}
+    special = {name: given[name] for name in ("precision_lr",) if given.get(name, given["lr"]) != given["lr"]}
+    return canonical(options | special)
+
+
+def study_rows(folder: Path | None = None) -> pd.DataFrame:
+    "Stored rows of the study at its budget, with the options of the layers as one column of JSON."
+    rows = load_rows("recommendation", folder)
+    return choose(rows.assign(options=[_options(p) for p in rows["params"]]), **BUDGET)
+
+
+def _arm(backbone: str, arm: str | Mapping[str, Any]) -> dict[str, Any]:
+    "What distinguishes the rows of an arm; a mapping is options of the filtering layer."
+    if isinstance(arm, str):
+        check_option("arm", arm, ARMS)
+    options = ARMS[arm] if isinstance(arm, str) else arm
+    return {"model": backbone, "bft": arm != "plain", "options": canonical({**BACKBONE_OPTIONS.get(backbone, {}), **options})}
+
+
+def tuning(rows: pd.DataFrame, backbone: str, arm: str) -> pd.DataFrame:
+    "NDCG@10 on the validation items of `TUNED_ON` at seed 0 by dropout (down) and learning rate (across)."
+    tried = choose(rows, dataset=TUNED_ON, seed=0, thin=1.0, split="valid", metric="ndcg@10", **_arm(backbone, arm))
+    return tried.pivot_table(index="dropout", columns="lr", values="value")
+
+
+def tuned(rows: pd.DataFrame, backbone: str, arm: str) -> dict[str, float]:
+    "The dropout and learning rate that did best there; `ValueError` if none was tried."
+    table = tuning(rows, backbone, arm)
+    if table.empty:
+        raise ValueError(f"no stored row tunes {backbone}, {arm} on {TUNED_ON}")
+    dropout, lr = table.stack().idxmax()
+    return {"dropout": float(dropout), "lr": float(lr)}
+
+
+def cell(
+    rows: pd.DataFrame,  # from `study_rows`
+    dataset: str,
+    backbone: str,
+    arm: str | Mapping[str, Any] = "filter",  # "plain", "null", "filter", or options of the filtering layer
+    thin: float = 1.0,
+    **settings: float,  # dropout and lr; default: as tuned for this arm (for options: as for the filter)
+) -> pd.DataFrame:  # all seeds; empty if there is none
+    "The stored rows of a cell; none for an arm that has not been tuned."
+    layer = arm if isinstance(arm, str) else "filter"
+    if not settings and tuning(rows, backbone, layer).empty:
+        return rows.iloc[:0]
+    settings = settings or tuned(rows, backbone, layer)
+    return choose(rows, dataset=dataset, thin=thin, **settings, **_arm(backbone, arm))
+
+
+def metrics(rows: pd.DataFrame, split: str = "test") -> pd.DataFrame:
+    "Mean and spread over seeds of each metric of a cell (index metric; columns mean, sd, seeds, n)."
+    return over_seeds(choose(rows, split=split), ["dataset"]).droplevel(0)
+
+
+def history_strata(path: Path, edges: tuple[int, ...] = HISTORIES) -> np.ndarray:
+    "Users of a file of ranks by the number of items in their history, 0 for the shortest."
+    return np.searchsorted(edges, load_history(path), side="left")

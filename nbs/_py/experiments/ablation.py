@@ -1,0 +1,108 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: python3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Which part of the filter does what?
+#
+# > The filter with one part at a time removed, exchanged or scaled.
+#
+# A filter that helps should help less when a part of it is taken away, and the part whose loss costs most is the one that matters. A filter that does not help should show, among its variants, what stands in its way.
+#
+# **What would refute the filter here**: variants without gain, without bias or without both that rank as well as the whole.
+#
+# The page trains nothing: it reads the cells that `bft sweep nbs/experiments/grids/ablation.yaml` stored: one data set, the tuned dropout and learning rate of the filter.
+
+# %% tags=["parameters"]
+dataset = "beauty"
+backbones = ["sasrec", "hstu"]
+
+# %%
+import json
+
+import matplotlib.pyplot as plt
+import pandas as pd
+
+from bft_nb.backbones import BACKBONES
+from bft_nb.core import check_option
+from bft_nb.figures import COLOUR, use_style
+from bft_nb.report import choose, compare, signed
+from bft_nb.study import DATASETS, cell, metrics, study_rows, tuned
+
+# %%
+use_style()
+check_option("dataset", dataset, DATASETS)
+for name in backbones:
+    check_option("backbone", name, BACKBONES)
+
+# %% [markdown]
+# ## The variants
+#
+# | options | what it is |
+# |---|---|
+# | `{}` | the filter as derived |
+# | `kriging: false, kalman: false` | the null: neither bias nor gain |
+# | `kalman: false` | bias only |
+# | `kriging: false` | gain only |
+# | `process_noise: 0` | no Q: precision only grows |
+# | `process_noise: 0.01`, `1.0` | Q starts lower, higher (as derived: 0.1) |
+# | `nu0: 0.01`, `10` | a prior worth next to nothing, or ten observations (as derived: one) |
+# | `jacobian: none`, `full` | J = 0; gradients through J (as derived: detached) |
+# | `resolution: isotropic` | one variance per head |
+# | `weights: precision` | the other reading of the weights: T − 1 degrees of freedom |
+# | `precision: constant`, `mlp` | one τ for all items; τ from the embedding |
+# | `precision_init: 0.1`, `10`, `frequency` | τ starts lower, higher, by log frequency |
+# | `precision_lr` | τ and Q learn faster |
+#
+# HSTU has no feed-forward network, so no J; its weights are not a distribution, so the reading of weights and the resolution do not arise.
+
+# %%
+stored = study_rows()
+
+
+def variants(backbone: str) -> dict[str, pd.DataFrame]:
+    "All stored variants of the filter at its tuned settings, by their options."
+    rows = choose(stored, dataset=dataset, model=backbone, thin=1.0, bft=True, **tuned(stored, backbone, "filter"))
+    return {options: cell(stored, dataset, backbone, json.loads(options)) for options in sorted(rows["options"].unique(), key=lambda o: (o != "{}", o))}
+
+
+found = {backbone: variants(backbone) for backbone in backbones}
+
+
+# %% [markdown]
+# ## What each costs or gains
+#
+# NDCG@10 on validation and test; the difference on the test items to the filter as derived, and to the plain layer, paired by user, with 95 % bootstrap intervals. Only differences well outside the spread of seeds (about ±.0005 to .001 in NDCG@10 on this set) mean anything. Where several seeds are stored, all are used.
+
+
+# %%
+def line(backbone: str, options: str) -> dict[str, str]:
+    "One line of the table."
+    rows, plain = found[backbone][options], cell(stored, dataset, backbone, "plain")
+    values = {f"NDCG@10, {split}": f"{metrics(rows, split)['mean']['ndcg@10']:.4f}" for split in ("valid", "test")}
+    whole = {"to the filter": signed(compare(rows, found[backbone]["{}"])["all"])} if options != "{}" else {}
+    return {"seeds": str(rows["seed"].nunique()), **values, **whole, "to plain": signed(compare(rows, plain)["all"])}
+
+
+# %%
+table = pd.DataFrame({(backbone, options): line(backbone, options) for backbone in backbones for options in found[backbone]}).T
+table.fillna("").rename_axis(["backbone", "options"])
+
+# %%
+#| label: fig-ablation
+#| fig-cap: "NDCG@10 of each variant minus that of the filter as derived (bars: 95 % interval over users)."
+#| code-fold: true
+fig, axes = plt.subplots(1, len(backbones), figsize=(5.5 * len(backbones), 0.28 * max(map(len, found.values())) + 1), squeeze=False)
+for ax, backbone in zip(axes[0], backbones):
+    others = [options for options in found[backbone] if options != "{}"]
+    for i, options in enumerate(others):
+        d = compare(found[backbone][options], found[backbone]["{}"])["all"]
+        ax.errorbar(d.mean, i, xerr=[[d.mean - d.low], [d.high - d.mean]], fmt="o", color=COLOUR["posterior"])
+    ax.axvline(0, color="0.6", lw=1)
+    ax.set(title=backbone, yticks=range(len(others)), yticklabels=[o.strip("{}").replace('"', "") for o in others], xlabel="difference in NDCG@10")
+plt.tight_layout()
+plt.show()

@@ -1,0 +1,87 @@
+"The study's pages: which stored rows make a cell, and what was chosen on validation."
+
+import json
+
+import numpy as np
+import pytest
+
+from bft_nb import study
+from bft_nb.report import compare
+from bft_nb.results import append_rows, load_history, make_rows, ranks_path, save_ranks
+
+USERS = 60
+
+
+def store(folder, dataset="beauty", model="sasrec", seed=0, valid=0.05, shift=0, shuffled=False, **params):
+    given = {"bft": True, "d": 64, "dropout": 0.5, "dtype": "float32", "epochs": 30, "lr": 0.003, "negatives": 512, "thin": 1.0, "max_length": 50, "batch_size": 128} | params
+    if given["bft"]:
+        given.setdefault("precision_lr", given["lr"])
+    run = dict(exp="recommendation", dataset=dataset, model=model, params=json.dumps(given), seed=seed)
+    rows = [row for split in ("valid", "test") for row in make_rows({"ndcg@10": valid}, **run, split=split, n=USERS, seconds=1.0, device="cpu", commit="abc")]
+    append_rows(folder / "recommendation.csv", rows)
+    ranks = np.arange(1, USERS + 1) + shift
+    for split in ("test", "shuffled") if shuffled else ("test",):
+        save_ranks(ranks_path(folder / "ranks", run, split), ranks + (split == "shuffled"), np.arange(USERS) % 4, np.arange(USERS) // 3 + 1)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for dropout, lr, valid in [(0.5, 0.003, 0.06), (0.3, 0.003, 0.05), (0.5, 0.006, 0.055)]:
+        store(tmp_path, bft=False, dropout=dropout, lr=lr, valid=valid, shift=2)
+        store(tmp_path, dropout=dropout, lr=lr, valid=0.11 - valid, shuffled=True)
+    store(tmp_path, kriging=False, kalman=False, valid=0.04)
+    store(tmp_path, seed=1, dropout=0.3, shift=1)
+    store(tmp_path, thin=0.5, dropout=0.3)
+    store(tmp_path, dropout=0.3, precision_lr=0.03)
+    store(tmp_path, dropout=0.3, precision="mlp")
+    store(tmp_path, dropout=0.3, epochs=60)
+    store(tmp_path, dataset="sports", dropout=0.3)
+    return tmp_path
+
+
+def test_each_layer_is_tuned_on_validation(folder):
+    rows = study.study_rows(folder)
+    assert study.tuned(rows, "sasrec", "plain") == {"dropout": 0.5, "lr": 0.003}
+    assert study.tuned(rows, "sasrec", "filter") == {"dropout": 0.3, "lr": 0.003}
+    table = study.tuning(rows, "sasrec", "plain")
+    assert table.loc[0.5, 0.006] == 0.055 and np.isnan(table.loc[0.3, 0.006])
+    with pytest.raises(ValueError, match="no stored row tunes hstu, plain on beauty"):
+        study.tuned(rows, "hstu", "plain")
+
+
+def test_a_cell_is_all_seeds_of_one_setting_and_nothing_else(folder):
+    rows = study.study_rows(folder)
+    seeds = lambda *of, **kw: sorted(study.cell(rows, *of, **kw)["seed"].unique())
+    count = lambda *of, **kw: len(study.cell(rows, *of, **kw)["params"].unique())
+    assert seeds("beauty", "sasrec") == [0, 1] and count("beauty", "sasrec") == 1
+    assert seeds("beauty", "sasrec", "plain") == seeds("beauty", "sasrec", "null") == [0]
+    assert seeds("sports", "sasrec") == [0] and seeds("toys", "sasrec") == [] and seeds("beauty", "hstu") == []
+    assert count("beauty", "sasrec", thin=0.5) == 1
+    assert json.loads(study.cell(rows, "beauty", "sasrec", {"precision": "mlp"})["params"].iloc[0])["precision"] == "mlp"
+    assert json.loads(study.cell(rows, "beauty", "sasrec", {"precision_lr": 0.03})["params"].iloc[0])["precision_lr"] == 0.03
+    with pytest.raises(ValueError, match="arm must be one of 'plain', 'null', 'filter', got 'best'"):
+        study.cell(rows, "beauty", "sasrec", "best", dropout=0.5, lr=0.003)
+
+
+def test_users_are_told_apart_by_their_histories(folder):
+    rows = study.study_rows(folder)
+    found = compare(study.cell(rows, "beauty", "sasrec"), study.cell(rows, "beauty", "sasrec", "plain"), folder=folder, groups=study.history_strata)
+    assert {name: d.n for name, d in found.items()} == {"all": USERS, "0": 12, "1": 6, "2": 12, "3": 30}
+    path = next((folder / "ranks").glob("*-test.npz"))
+    assert load_history(path)[study.history_strata(path) == 0].max() == study.HISTORIES[0]
+
+
+def test_relative_differences_and_another_set_of_ranks(folder):
+    rows = study.study_rows(folder)
+    a, b = study.cell(rows, "beauty", "sasrec"), study.cell(rows, "beauty", "sasrec", "plain")
+    hit = lambda ranks: (ranks <= 10).double()
+    absolute, relative = (compare(a, b, hit, folder=folder, relative=r)["all"] for r in (False, True))
+    assert relative.mean == pytest.approx(100 * absolute.mean / (8 / USERS))
+    first = a[a["seed"] == 0]
+    assert compare(first, first, hit, folder=folder, candidate_split="shuffled")["all"].mean == pytest.approx(-1 / USERS)
+
+
+def test_metrics_are_those_of_the_split(folder):
+    rows = study.study_rows(folder)
+    found = study.metrics(study.cell(rows, "beauty", "sasrec"))
+    assert found["seeds"]["ndcg@10"] == 2 and found["mean"]["ndcg@10"] == pytest.approx((0.06 + 0.05) / 2)
