@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModel, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers import initialization as init
 from transformers.masking_utils import eager_mask, sdpa_mask
+from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from .attention import Moments, moments_blocked
 from .core import Belief, check_option, check_positive
@@ -455,6 +456,7 @@ def make_filtering(
     "Turn the layers of a stack into filtering ones, in place; their weights stay where they are."
     family = FAMILIES[model.config.model_type.removeprefix("bft_")]
     model.__class__ = family.model
+    _CAN_RECORD_REGISTRY[model] = model._can_record_outputs  # transformers enters a class when one is constructed
     for i, layer in enumerate(model.layers):
         if not isinstance(layer, family.layer):
             layer.__class__ = family.layer
