@@ -1037,7 +1037,8 @@ pd.DataFrame({name: found for name, settings in STARTS.items() if (found := star
 # **Reading.** The shipped start passes on both counts: perplexity within 1 %, and a spread several times the .05 in every one of the middle layers. The equations to the letter fail, as a start: they turn a language model into noise. Two dials are to blame in very different measure.
 #
 # - The *gain* is what destroys. At $\beta_g = 1$, calibrated and with a mild attention, the model is lost; a layer that takes on nine tenths of what attention tells it is another layer, thirty times over.
-# - *Attention* is harmless as long as $\beta_a \log\bar\lambda$ differs little between tokens. To the letter it costs several percent at the shipped noise, because the first token, on which many heads park their attention, has by far the lowest precision; with ten times the noise it costs half a percent, and the precision is a third as lively.
+# - *Attention* is harmless as long as $\beta_a \log\bar\lambda$ differs little between tokens. To the letter it costs several percent at the shipped noise; with ten times the noise it costs half a percent, and the precision is a third as lively.
+# - *Normalised units* were meant to spare the calibration, since one scale would serve all depths. They do not: without calibration they cost more than the stream's own units do, and with it no less. The mean square of a few tokens is enormous [@sun2024massive], and multiplying by it makes them the most reliable of all. They stay as an option, because in them nothing depends on the scale of the stream.
 # - The dials trade against each other: what attention feels is $\beta_a$ times the spread. We ship a small $\beta_a$ and a lively precision, not the reverse, because training can turn up a dial faster than it can bring a dead signal to life **[D]**.
 
 # %%
@@ -1058,6 +1059,7 @@ betas = [b for b in (0.01, 0.1, 1.0) if start(beta_g=b)]
 right.plot(betas, [start(beta_g=b)["change, %"] for b in betas], "o-", color=COLOUR["posterior"], markersize=5)
 right.set(xlabel="β_g, weight of the prior in the gain", xscale="log")
 right.set_yscale("symlog", linthresh=1)
+right.set_ylim(-0.5, 2000)
 for ax in (left, right):
     ax.axhline(0, color=COLOUR["prior"], linewidth=0.8)
     ax.axhline(1, color=COLOUR["prior"], linestyle=":", linewidth=0.8)
