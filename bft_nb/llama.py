@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModel, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers import initialization as init
 from transformers.masking_utils import eager_mask, sdpa_mask
+from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from .attention import Moments, moments_blocked
 from .core import Belief, check_option, check_positive
@@ -315,7 +316,10 @@ class LayerTrace(NamedTuple):
 JACOBIAN_NAMES = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}  # hidden_act -> activation of chapter 13
 
 # %% ../nbs/40_llama.ipynb #127d6a24
-class FilteringLayer:
+_Mixed: Any = object  # the mixins use what transformers' classes bring
+
+# %% ../nbs/40_llama.ipynb #21157318
+class FilteringLayer(_Mixed):
     "A decoder layer as a filter step: [h ; log λ] in, [h ; log λ] out. Mixed into transformers' layer, whose parts it uses."
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
@@ -364,13 +368,13 @@ class FilteringLayer:
             return torch.zeros((), device=h.device)
         with torch.set_grad_enabled(torch.is_grad_enabled() and mode == "full"):
             xhat, inv_std = standardise(h, "rms", norm.variance_epsilon)
-            weights = [effective_weight(linear) for linear in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)]
+            w_gate, w_up, w_down = (effective_weight(linear) for linear in (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
             activation = JACOBIAN_NAMES.get(self.bft.config.hidden_act, mlp.act_fn)
-            at_zero = {"gate_zero": mlp.gate_proj.bias, "up_zero": mlp.up_proj.bias}
-            return gated_ffn_jacobian(gate, up, *weights, activation, norm="rms", xhat=xhat, inv_std=inv_std, norm_weight=norm.weight, **at_zero)
+            behind = dict(norm="rms", xhat=xhat, inv_std=inv_std, norm_weight=norm.weight, gate_zero=mlp.gate_proj.bias, up_zero=mlp.up_proj.bias)
+            return gated_ffn_jacobian(gate, up, w_gate, w_up, w_down, activation, **behind)
 
 # %% ../nbs/40_llama.ipynb #6699ec84
-class Filtering:
+class Filtering(_Mixed):
     "What the stack and the language model share. Mixed into transformers' classes."
 
     _keep_in_fp32_modules_strict = ["bft"]
@@ -422,7 +426,7 @@ class Family(NamedTuple):
 FAMILIES: dict[str, Family] = {}  # model_type of the plain model -> classes; filled by `make_family`
 
 # %% ../nbs/40_llama.ipynb #6bb1c2de
-def _derive(name: str, parents: tuple[type, ...], doc: str, **members: Any) -> type:
+def _derive(name: str, parents: tuple[type, ...], doc: str, **members: Any) -> Any:
     return type(name, parents, {"__module__": __name__, "__doc__": doc, **members})
 
 # %% ../nbs/40_llama.ipynb #45586384
@@ -452,6 +456,7 @@ def make_filtering(
     "Turn the layers of a stack into filtering ones, in place; their weights stay where they are."
     family = FAMILIES[model.config.model_type.removeprefix("bft_")]
     model.__class__ = family.model
+    _CAN_RECORD_REGISTRY[model] = model._can_record_outputs  # transformers enters a class when one is constructed
     for i, layer in enumerate(model.layers):
         if not isinstance(layer, family.layer):
             layer.__class__ = family.layer
@@ -487,7 +492,7 @@ def convert(
 ) -> PreTrainedModel:  # the same object
     "Make a pretrained model a filter, in place. Raises `TypeError` for a model of another family, `ValueError` for settings out of range."
     check_option("attn_implementation", attn_implementation, IMPLEMENTATIONS)
-    old = getattr(model, "config", None)
+    old: Any = getattr(model, "config", None)
     family = FAMILIES.get(getattr(old, "model_type", ""))
     if family is None or type(model) is not family.plain:
         allowed = ", ".join(f.plain.__name__ for f in FAMILIES.values())

@@ -46,6 +46,8 @@ import warnings
 #| hide
 # the progress bars of the libraries below miss the notebook widgets, which this book does not use
 warnings.filterwarnings("ignore", message="IProgress not found")
+# peft asks transformers by a name that is on its way out
+warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
 
 # %%
 #| exports
@@ -63,6 +65,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModel, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers import initialization as init
 from transformers.masking_utils import eager_mask, sdpa_mask
+from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from bft_nb.attention import Moments, moments_blocked
 from bft_nb.core import Belief, check_option, check_positive
@@ -82,7 +85,7 @@ import pandas as pd
 import sympy as sp
 from fastcore.test import test_fail
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoTokenizer, LlamaForCausalLM
+from transformers import AutoTokenizer, Gemma2Config, Gemma2ForCausalLM, LlamaForCausalLM
 from transformers.utils import logging
 
 from bft_nb.figures import COLOUR, use_style
@@ -529,7 +532,12 @@ JACOBIAN_NAMES = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tan
 
 # %%
 #| exports
-class FilteringLayer:
+_Mixed: Any = object  # the mixins use what transformers' classes bring
+
+
+# %%
+#| exports
+class FilteringLayer(_Mixed):
     "A decoder layer as a filter step: [h ; log λ] in, [h ; log λ] out. Mixed into transformers' layer, whose parts it uses."
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
@@ -578,10 +586,10 @@ class FilteringLayer:
             return torch.zeros((), device=h.device)
         with torch.set_grad_enabled(torch.is_grad_enabled() and mode == "full"):
             xhat, inv_std = standardise(h, "rms", norm.variance_epsilon)
-            weights = [effective_weight(linear) for linear in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)]
+            w_gate, w_up, w_down = (effective_weight(linear) for linear in (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
             activation = JACOBIAN_NAMES.get(self.bft.config.hidden_act, mlp.act_fn)
-            at_zero = {"gate_zero": mlp.gate_proj.bias, "up_zero": mlp.up_proj.bias}
-            return gated_ffn_jacobian(gate, up, *weights, activation, norm="rms", xhat=xhat, inv_std=inv_std, norm_weight=norm.weight, **at_zero)
+            behind = dict(norm="rms", xhat=xhat, inv_std=inv_std, norm_weight=norm.weight, gate_zero=mlp.gate_proj.bias, up_zero=mlp.up_proj.bias)
+            return gated_ffn_jacobian(gate, up, w_gate, w_up, w_down, activation, **behind)
 
 
 # %% [markdown]
@@ -591,7 +599,7 @@ class FilteringLayer:
 
 # %%
 #| exports
-class Filtering:
+class Filtering(_Mixed):
     "What the stack and the language model share. Mixed into transformers' classes."
 
     _keep_in_fp32_modules_strict = ["bft"]
@@ -656,7 +664,7 @@ FAMILIES: dict[str, Family] = {}  # model_type of the plain model -> classes; fi
 
 # %%
 #| exports
-def _derive(name: str, parents: tuple[type, ...], doc: str, **members: Any) -> type:
+def _derive(name: str, parents: tuple[type, ...], doc: str, **members: Any) -> Any:
     return type(name, parents, {"__module__": __name__, "__doc__": doc, **members})
 
 
@@ -690,6 +698,7 @@ def make_filtering(
     "Turn the layers of a stack into filtering ones, in place; their weights stay where they are."
     family = FAMILIES[model.config.model_type.removeprefix("bft_")]
     model.__class__ = family.model
+    _CAN_RECORD_REGISTRY[model] = model._can_record_outputs  # transformers enters a class when one is constructed
     for i, layer in enumerate(model.layers):
         if not isinstance(layer, family.layer):
             layer.__class__ = family.layer
@@ -738,7 +747,7 @@ def convert(
 ) -> PreTrainedModel:  # the same object
     "Make a pretrained model a filter, in place. Raises `TypeError` for a model of another family, `ValueError` for settings out of range."
     check_option("attn_implementation", attn_implementation, IMPLEMENTATIONS)
-    old = getattr(model, "config", None)
+    old: Any = getattr(model, "config", None)
     family = FAMILIES.get(getattr(old, "model_type", ""))
     if family is None or type(model) is not family.plain:
         allowed = ", ".join(f.plain.__name__ for f in FAMILIES.values())
@@ -977,9 +986,172 @@ generated.shape, again.base_model.model.model.layers[1].bft.noise_scale.mean() !
 # Without adapters, a converted model is saved and loaded like any other, and knows its class (`import bft_nb.llama` registers it):
 
 # %%
-model = calibrate(convert(tiny()), batch)
-model.save_pretrained(folder)
-loaded = AutoModelForCausalLM.from_pretrained(folder).eval()
+model, whole = calibrate(convert(tiny()), batch), str(Path(here.name) / "whole")
+model.save_pretrained(whole)
+loaded = AutoModelForCausalLM.from_pretrained(whole).eval()
 with torch.no_grad():
     assert torch.equal(loaded(**batch).logits, model(**batch).logits)
 type(loaded).__name__
+
+# %% [markdown]
+# ## Does a pretrained model survive?
+#
+# A model of random weights has nothing to lose. SmolLM2 [@allal2025smollm2] does: 135 million parameters, 30 layers; here *SmolLM2-135M-Instruct, Q4_1 dequantised*. Its perplexity on paragraphs of Wikipedia (contexts of SQuAD [@rajpurkar2016squad]) may change by 1 % at most, and $\log\bar\lambda$ must differ between tokens in the middle layers (a standard deviation above .05), or there would be nothing to learn from. The two pull in opposite directions.
+#
+# The numbers are rows that the notebook `llama_init` has stored (`bft sweep nbs/experiments/grids/llama_init.yaml`); other paragraphs set the scales than are evaluated.
+
+# %%
+rows = load_rows("llama_init")
+of = choose(rows, bft=False, model="smollm2").iloc[0]
+f"{of['n_texts']:.0f} paragraphs, {of['n']:,} tokens; plain model: perplexity {of['value']:.2f}"
+
+
+# %%
+def start(beta_a=0.25, beta_g=0.01, noise_ratio=0.1, units="stream", calibrated=True) -> dict:
+    "One start among the stored rows, empty if it has not been measured; the defaults are what is shipped."
+    found = choose(rows, bft=True, model="smollm2", beta_a=beta_a, beta_g=beta_g, noise_ratio=noise_ratio, units=units, calibrated=calibrated)
+    if found.empty:
+        return {}
+    values = found.set_index("metric")["value"]
+    sd, k = (values[values.index.str.startswith(f"{name}.")].sort_index() for name in ("sd", "gain"))
+    middle = sd.iloc[len(sd) // 3 : 2 * len(sd) // 3]
+    return {"change, %": 100 * (values["perplexity"] / of["value"] - 1), "sd of log λ̄, middle": middle.mean(), "least of them": middle.min(), "least gain of a layer": k.min()}
+
+
+# %%
+STARTS = {
+    "shipped: β_a = 0.25, β_g = 0.01, ρ = 0.1": {},
+    "more noise: ρ = 1": dict(noise_ratio=1.0),
+    "attention to the letter: β_a = 1": dict(beta_a=1.0),
+    "the same with ρ = 1": dict(beta_a=1.0, noise_ratio=1.0),
+    "β_g = 0.1": dict(beta_g=0.1),
+    "gain to the letter: β_g = 1": dict(beta_g=1.0),
+    "all to the letter: both 1, τ = 1, not calibrated": dict(beta_a=1.0, beta_g=1.0, calibrated=False),
+    "shipped, but not calibrated": dict(calibrated=False),
+    "normalised units": dict(units="normalised"),
+    "normalised units, not calibrated": dict(units="normalised", calibrated=False),
+}
+pd.DataFrame({name: found for name, settings in STARTS.items() if (found := start(**settings))}).T.round(3)
+
+# %% [markdown]
+# **Reading.** The shipped start passes on both counts: perplexity within 1 %, and a spread several times the .05 in every one of the middle layers. The equations to the letter fail, as a start: they turn a language model into noise. Two dials are to blame in very different measure.
+#
+# - The *gain* is what destroys. At $\beta_g = 1$, calibrated and with a mild attention, the model is lost; a layer that takes on nine tenths of what attention tells it is another layer, thirty times over.
+# - *Attention* is harmless as long as $\beta_a \log\bar\lambda$ differs little between tokens. To the letter it costs several percent at the shipped noise; with ten times the noise it costs half a percent, and the precision is a third as lively.
+# - *Normalised units* were meant to spare the calibration, since one scale would serve all depths. They do not: without calibration they cost more than the stream's own units do, and with it no less. The mean square of a few tokens is enormous [@sun2024massive], and multiplying by it makes them the most reliable of all. They stay as an option, because in them nothing depends on the scale of the stream.
+# - The dials trade against each other: what attention feels is $\beta_a$ times the spread. We ship a small $\beta_a$ and a lively precision, not the reverse, because training can turn up a dial faster than it can bring a dead signal to life **[D]**.
+
+# %%
+#| label: fig-tradeoff
+#| fig-cap: "Left: perplexity survives while β_a times the spread of log λ̄ stays small. Right: it does not survive a large weight of the prior in the gain. Dotted: what we ask for, at most 1 % and more than .05."
+#| code-fold: true
+fig, (left, right) = plt.subplots(1, 2, figsize=(8, 3.2))
+for beta_a, role, mark in ((0.25, "posterior", "o"), (1.0, "baseline", "s")):
+    points = {rho: p for rho in (0.01, 0.1, 1.0) if (p := start(beta_a=beta_a, noise_ratio=rho))}
+    x, y = ([p[name] for p in points.values()] for name in ("sd of log λ̄, middle", "change, %"))
+    left.plot(x, y, mark + "-", color=COLOUR[role], markersize=5, label=f"β_a = {beta_a:g}")
+    for rho, a, b in zip(points, x, y):
+        left.annotate(f"ρ = {rho:g}", (a, b), xytext=(-2, 5), textcoords="offset points", ha="right", fontsize=8, color=COLOUR[role])
+left.axvline(0.05, color=COLOUR["prior"], linestyle=":", linewidth=0.8)
+left.set(xlabel="sd of log λ̄ over tokens, layers 11–20", ylabel="change of perplexity [%]", xlim=(0, None))
+left.legend(fontsize=8)
+betas = [b for b in (0.01, 0.1, 1.0) if start(beta_g=b)]
+right.plot(betas, [start(beta_g=b)["change, %"] for b in betas], "o-", color=COLOUR["posterior"], markersize=5)
+right.set(xlabel="β_g, weight of the prior in the gain", xscale="log")
+right.set_yscale("symlog", linthresh=1)
+right.set_ylim(-0.5, 2000)
+for ax in (left, right):
+    ax.axhline(0, color=COLOUR["prior"], linewidth=0.8)
+    ax.axhline(1, color=COLOUR["prior"], linestyle=":", linewidth=0.8)
+plt.show()
+
+# %% [markdown]
+# READING2
+#
+# ## How it fails
+#
+# A family whose layer has not been checked is refused, as are a model that is converted already, or wrapped by peft (convert first, then wrap):
+
+# %%
+other = Gemma2ForCausalLM(Gemma2Config(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1, head_dim=8, pad_token_id=0))
+test_fail(lambda: convert(other), contains="SmolLM3ForCausalLM, got Gemma2ForCausalLM")
+test_fail(lambda: convert(convert(tiny())), contains="got BFTLlamaForCausalLM")
+test_fail(lambda: convert(tiny(), beta_g=-0.1), contains="bft_beta_g must be ≥ 0")
+test_fail(lambda: convert(tiny(), units="rms"), contains="'stream', 'normalised'")
+test_fail(lambda: trace(tiny(), **batch), contains="has no filtering layers")
+
+# %% [markdown]
+# Another attention function would ignore $\bar\lambda$ without a word, so the layer looks at what it got:
+
+# %%
+wrong = convert(tiny())
+wrong.set_attn_implementation("sdpa")
+test_fail(lambda: wrong(**batch), contains="attn_implementation must be one of 'bft', 'bft_blocked', got 'sdpa'")
+
+# %% [markdown]
+# ## Assumptions, and where they break
+#
+# - The tempered posterior forgets: at $\beta_g = .01$ a token's precision is nearly that of its last observation, and $\tau$ reaches no further than the first layers. To carry evidence over the depth, $\beta_g$ must grow in training.
+# - $K$ acts on what attention *adds*, as if that were an innovation $z - h$ (chapter 12). A pretrained layer was never told so.
+# - One number per head stands for the variance of all its values, and the projection treats heads as independent (21.2).
+# - "Bit by bit" holds against transformers' `eager` attention in float32 and half precision. Its other implementations differ from `eager` by rounding, and so do ours from them; in float64 `eager` takes the softmax in float32, and ours does not.
+# - The explicit attention keeps a table of all pairs of tokens for each head, as `eager` does. `attn_implementation="bft_blocked"` keeps none, but knows no dropout.
+# - The Jacobian costs three more products with the network's matrices in each layer, and in generation, where one token is computed at a time, a pass over those matrices. `jacobian="none"` saves both and takes $J = 0$.
+# - Calibrated scales belong to the text they were measured on. A model fine-tuned far away should be calibrated again.
+# - Weights in 8 or 4 bits give no matrix to square; dequantise first. Tensor parallelism has not been tried.
+#
+# ## Summary
+#
+# - `convert` makes a pretrained Llama, Mistral, Qwen2, Qwen3 or SmolLM3 [@touvron2023llama] a filter in place. The belief travels as $[h\,;\log\lambda]$, so checkpointing, caches, generation, peft [@hu2022lora] and distributed training work as before; under a thousandth of parameters is new.
+# - A power prior connects the plain model ($\beta = 0$, to the last bit) with the paper's filter ($\beta = 1$), per layer and learned.
+# - Taken to the letter, the equations destroy a pretrained model, by their gain; calibrated and tempered, they leave its perplexity within 1 % with a precision that differs between tokens.
+#
+# ## Exercises
+#
+# **1.** Multiply all $\bar\lambda$ in (40.2) by the same number. What changes in the weights, and what in $\lambda_{\text{obs}}$?
+#
+# <details><summary>Answer</summary>
+#
+# Nothing in the weights: a softmax does not see a constant. The claimed variance $s_0^2$ falls by that factor; the scatter $S$ stays.
+
+# %%
+logits, log_lam_bar = torch.randn(1, 1, 5, 5), torch.randn(1, 5)
+call = Query(logits, torch.eye(5)[None, None], torch.randn(1, 1, 5, 2), log_lam_bar, torch.ones(1), None, 1.0, 0.0)
+once, tenfold = attend_explicit(call)[1], attend_explicit(call._replace(log_lam_bar=log_lam_bar + math.log(10)))[1]
+torch.testing.assert_close(once.scatter, tenfold.scatter)
+torch.testing.assert_close(once.s2_0, 10 * tenfold.s2_0)
+
+# %% [markdown]
+# </details>
+#
+# **2.** Without process noise and with $\beta = 1$, the precision of (40.1) can only grow. Show that for $\beta < 1$ it has a limit even so, when each layer brings the same $\lambda_{\text{obs}}$.
+#
+# <details><summary>Answer</summary>
+#
+# The fixed point of $\lambda' = \beta\lambda + \lambda_{\text{obs}}$ is $\lambda_{\text{obs}}/(1-\beta)$: the evidence of $1/(1-\beta)$ layers. Forgetting does what process noise does in chapter 13.
+
+# %%
+below = sp.symbols("beta", positive=True)
+limit = sp.solve(below * lam + lam_obs - lam, lam)[0]
+prove(limit - lam_obs / (1 - below))
+
+# %% [markdown]
+# </details>
+#
+# **3.** The first layer's tokens all start at the same $\tau$. Is its attention the plain one?
+#
+# <details><summary>Answer</summary>
+#
+# Yes: a constant $\log\bar\lambda$ falls out of the softmax. Precision begins to differ with the first observation.
+
+# %%
+filtering, plain = (trace(convert(tiny(), beta_a=beta_a), **batch) for beta_a in (1.0, 0.0))
+torch.testing.assert_close(filtering[0].weights, plain[0].weights)
+(filtering[1].weights - plain[1].weights).abs().max()
+
+# %% [markdown]
+# </details>
+
+# %%
+#| hide
+here.cleanup()
