@@ -106,3 +106,8 @@ for ax, backbone in zip(axes[0], backbones):
     ax.set(title=backbone, yticks=range(len(others)), yticklabels=[o.strip("{}").replace('"', "") for o in others], xlabel="difference in NDCG@10")
 plt.tight_layout()
 plt.show()
+
+# %% [markdown]
+# ## Reading
+#
+# Of the variants only the null is stored so far; the others are in the grid, and this page shows them when they are.
