@@ -15,7 +15,7 @@
 #
 # **What would refute it here**: a paired difference in F1 (filter minus SFT, same questions) that is not above zero at $n_p = 0$; one that does not grow with $n_p$; or a robust loss that does better.
 #
-# This page has two parts. The first runs *one* cell of the study, by default a tiny random Llama on made-up lookups, offline and in seconds. The second reads *all* stored rows, and is the result.
+# This page runs *one* cell of the study, by default a tiny random Llama on made-up lookups, offline and in seconds.
 
 # %% tags=["parameters"]
 model = "tiny"  # or "smollm2", an id of the hub ("TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T"), a folder
@@ -36,22 +36,19 @@ store = False  # append the rows to data/results of this checkout?
 
 # %%
 
-import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 
 from bft_nb.core import check_option
-from bft_nb.figures import COLOUR, use_style
 from bft_nb.finetune import METHODS, finetune, prepare
 from bft_nb.models import title
-from bft_nb.qa import Collator, answer, corrupt, encode, interval, load_questions, lookup, mean_nll, noise_floor, prompt_ids, score, swap_answers
+from bft_nb.qa import Collator, Scores, answer, corrupt, encode, load_questions, lookup, mean_nll, noise_floor, prompt_ids, score, swap_answers
 from bft_nb.report import configuration, results_folder
 from bft_nb.results import append_rows, commit, has_rows, make_rows, ranks_path, run_key, save_answers
 from bft_nb.runner import checkout
 from bft_nb.training import resolve_device
 
 # %%
-use_style()
 check_option("method", method, METHODS)
 check_option("data", data, ("lookup", "squad"))
 check_option("corruption", corruption, ("uniform", "swap"))
@@ -71,7 +68,7 @@ run = dict(exp="squad_noise", dataset=data, model=model.rpartition("/")[2], para
 configuration(params)
 
 # %% [markdown]
-# Questions to learn from, to choose by, and to be asked. Those that are longer than `max_length` are left out of all three: a long context is the matter of [another page](rag_distractors.ipynb). The choice and the order are the same for every method and seed.
+# Questions to learn from, to choose by, and to be asked. Those that are longer than `max_length` are left out of all three: long contexts are another question. The choice and the order are the same for every method and seed.
 
 # %%
 if data == "squad":
@@ -104,7 +101,8 @@ if corruption == "swap":
     examples = [encode(q, tokenizer, max_length) for q in swap_answers(taught, noise, seed)]
 else:
     examples = corrupt([encode(q, tokenizer, max_length) for q in taught], noise, len(tokenizer), seed)
-sum(int((a.labels != encode(q, tokenizer, max_length).labels).sum()) for a, q in zip(examples[:200], taught)) / sum(len(a.answer) for a in examples[:200]) if corruption == "uniform" else noise
+clean = [encode(q, tokenizer, max_length) for q in taught]
+pd.Series({"labels": sum(len(e.answer) for e in clean), "questions with a wrong label": sum(not a.answer.equal(b.answer) for a, b in zip(examples, clean))})
 
 # %%
 collate = Collator(tokenizer)
@@ -121,7 +119,7 @@ round(floor, 3), round(tuned.losses[-1]["loss"], 3)
 
 
 # %%
-def measure(questions: list) -> tuple[dict[str, float], list[str], "Scores"]:
+def measure(questions: list) -> tuple[dict[str, float], list[str], Scores]:
     "Scores of greedy answers, and the negative log-likelihood of the true ones."
     said = answer(prepared.model, tokenizer, questions, max_new_tokens=answer_length)
     found = score(said, questions)
@@ -148,3 +146,15 @@ if store and not has_rows(results_folder() / "squad_noise.csv", run):
         _, said, found = measured[part]
         save_answers(ranks_path(results_folder() / "answers", run, part), [q.id for q in questions], said, found.exact, found.f1)
     append_rows(results_folder() / "squad_noise.csv", rows)
+
+# %% [markdown]
+# ## The study
+#
+# No rows are stored yet. The cells of the study are those of the grid; with SmolLM2 each takes about half an hour of one CPU core:
+#
+# ```bash
+# bft models fetch smollm2
+# BFT_DATA=… bft sweep nbs/experiments/grids/squad_noise.yaml -j 2
+# ```
+#
+# The paper's model is one parameter away, on a machine with a GPU: `-p model TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T -p device cuda -p dtype bfloat16`.
