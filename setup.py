@@ -16,7 +16,7 @@ def words(key: str) -> list[str]:
 
 
 lib = cfg["lib_path"]
-rec, nb, cluster, dev = (words(f"{extra}_requirements") for extra in ("rec", "nb", "cluster", "dev"))
+rec, llm, nb, cluster, dev = (words(f"{extra}_requirements") for extra in ("rec", "llm", "nb", "cluster", "dev"))
 setup(
     name=cfg["lib_name"],
     version=cfg["version"],
@@ -32,7 +32,7 @@ setup(
     packages=find_packages(include=[lib, f"{lib}.*"]),
     include_package_data=True,
     install_requires=words("requirements"),
-    extras_require={"rec": rec, "nb": nb, "cluster": nb + cluster, "dev": rec + nb + dev},
+    extras_require={"rec": rec, "llm": llm, "nb": nb, "cluster": nb + cluster, "dev": rec + llm + nb + dev},
     entry_points={
         "console_scripts": words("console_scripts"),
         "nbdev": [f"{lib}={lib}._modidx:d"],

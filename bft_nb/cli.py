@@ -1,7 +1,7 @@
 """The command `bft`.
 
 A subcommand is one row of `COMMANDS`: its name, its help, a function that adds its arguments and one that runs it
-and returns an exit status. Exit status: 0 done, 1 a notebook failed, 2 wrong usage, 130 interrupted.
+and returns an exit status. Exit status: 0 done, 1 a notebook or a download failed, 2 wrong usage, 130 interrupted.
 """
 
 import argparse
@@ -10,8 +10,9 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from bft_nb import __version__, recommend_command, runner
+from bft_nb import __version__, models_command, recommend_command, runner
 from bft_nb import sweep as sweeps
+from bft_nb.download import DownloadError
 
 __all__ = ["COMMANDS", "Command", "main"]
 
@@ -94,6 +95,7 @@ COMMANDS: dict[str, Command] = {
     "run": Command("run one parameterised notebook", _run_arguments, _run),
     "sweep": Command("run a grid of parameters of one notebook", _sweep_arguments, _sweep),
     "recommend": Command("recommend from a CSV or Parquet file of interactions", recommend_command.arguments, recommend_command.run),
+    "models": Command("list or fetch language models", models_command.arguments, models_command.run),
 }
 
 
@@ -111,10 +113,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     a = _parser().parse_args(argv)
     try:
         return COMMANDS[a.command].run(a)
-    except (OSError, ValueError, TypeError) as e:
+    except (OSError, ValueError, TypeError, ImportError) as e:
         print(f"bft {a.command}: {e}", file=sys.stderr)
         return 2
-    except runner.RunFailed as e:
+    except (runner.RunFailed, DownloadError) as e:
         print(f"bft {a.command}: {e}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -211,15 +211,19 @@ def save_ranks(
     return Path(path)
 
 
-def _stored(path: str | Path, name: str) -> np.ndarray:
+def _array(path: str | Path, name: str) -> np.ndarray:
     try:
         with np.load(path, allow_pickle=False) as stored:
             arrays = {key: stored[key] for key in stored}
     except (ValueError, EOFError, TypeError, zlib.error, zipfile.BadZipFile) as error:
-        raise ValueError(f"{path} is damaged: it must be what save_ranks writes") from error
+        raise ValueError(f"{path} is damaged: it must be what save_ranks or save_answers writes") from error
     if name not in arrays:
         raise ValueError(f"{path} holds no {name}, only {', '.join(arrays)}")
-    return arrays[name].astype(np.int64)
+    return arrays[name]
+
+
+def _stored(path: str | Path, name: str) -> np.ndarray:
+    return _array(path, name).astype(np.int64)
 
 
 def load_ranks(path: str | Path) -> np.ndarray:
@@ -235,3 +239,27 @@ def load_strata(path: str | Path) -> np.ndarray:
 def load_history(path: str | Path) -> np.ndarray:
     "Items in each user's history as int64, 255 means 255 or more; `ValueError` if the file holds none."
     return _stored(path, "history")
+
+
+def save_answers(
+    path: str | Path,
+    ids: Iterable[str],  # of the questions
+    texts: Iterable[str],  # what was answered
+    exact: Any,  # per question, 0 or 1
+    f1: Any,  # per question, 0 … 1
+) -> Path:
+    "Store answers and their scores, compressed; `ValueError` unless there is one of each per question and scores lie in 0 … 1."
+    arrays = {"ids": np.array(list(ids), dtype=str), "texts": np.array(list(texts), dtype=str), "exact": np.asarray(exact), "f1": np.asarray(f1, np.float32)}
+    if len({a.shape for a in arrays.values()}) > 1 or arrays["f1"].ndim != 1:
+        raise ValueError(f"one id, text and score per question: got {', '.join(f'{name} {a.shape}' for name, a in arrays.items())}")
+    for name in ("exact", "f1"):
+        if not ((arrays[name] >= 0) & (arrays[name] <= 1)).all():
+            raise ValueError(f"{name} must lie in 0 … 1, got {arrays[name].min()} … {arrays[name].max()}")
+    with _replacing(Path(path)) as temporary:
+        np.savez_compressed(temporary, **arrays | {"exact": arrays["exact"].astype(np.uint8)})
+    return Path(path)
+
+
+def load_answers(path: str | Path) -> dict[str, np.ndarray]:
+    "Ids, texts, exact and f1 as `save_answers` stored them; `ValueError` for a damaged file."
+    return {name: _array(path, name) for name in ("ids", "texts", "exact", "f1")}

@@ -15,7 +15,7 @@
 #
 # **What would refute the filter here**: variants without gain, without bias or without both that rank as well as the whole.
 #
-# The page trains nothing: it reads the cells that `bft sweep nbs/experiments/grids/ablation.yaml` stored: one data set, the tuned dropout and learning rate of the filter.
+# The page trains nothing: it reads the cells that `bft sweep nbs/experiments/grids/ablation.yaml` stored, so far some of them: one data set, the tuned dropout and learning rate of the filter.
 
 # %% tags=["parameters"]
 dataset = "beauty"
@@ -106,3 +106,8 @@ for ax, backbone in zip(axes[0], backbones):
     ax.set(title=backbone, yticks=range(len(others)), yticklabels=[o.strip("{}").replace('"', "") for o in others], xlabel="difference in NDCG@10")
 plt.tight_layout()
 plt.show()
+
+# %% [markdown]
+# ## Reading
+#
+# So far the two halves of the filter are stored for SASRec; the other variants are in the grid, and this page shows them when they are. **On Beauty the bias alone does best**, better than the whole filter by an amount just clear of zero: the gain takes back what the bias brings. Gain alone, and neither, lie between. One seed: the order of bias and gain is a question to the other sets, above all to those where the filter helps.

@@ -1,0 +1,156 @@
+"""Fine-tuning a language model to answer questions, plain or filtering, by `transformers.Trainer` alone.
+
+What a method is: `METHODS`. All share data, prompts, adapter, batches, steps and schedule; a filtering model differs by its layers,
+focal and GCE by their loss.
+"""
+
+import contextlib
+import io
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from bft_nb.core import check_count, check_option, check_positive
+from bft_nb.models import load_model
+from bft_nb.qa import Collator, Example, loss_func
+
+__all__ = ["ADAPTERS", "METHODS", "Method", "Prepared", "Tuned", "finetune", "prepare"]
+
+
+class Method(NamedTuple):
+    "A way of fine-tuning."
+
+    loss: str  # a name of `bft_nb.qa.LOSSES`
+    bft: bool  # are the layers filtering ones?
+    title: str
+
+
+METHODS: dict[str, Method] = {
+    "sft": Method("ce", False, "SFT"),
+    "focal": Method("focal", False, "focal loss"),
+    "gce": Method("gce", False, "GCE"),
+    "bft": Method("ce", True, "BFT"),
+}
+ADAPTERS = ("lora", "full")
+PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+class Prepared(NamedTuple):
+    "A model ready to be tuned."
+
+    model: Any
+    tokenizer: Any
+    trainable: int  # parameters
+    filtering: int  # parameters of the filter among them
+
+
+def prepare(
+    name: str,  # of `bft_nb.models.load_model`
+    method: str,  # a key of `METHODS`
+    calibration: Sequence[str] = (),  # texts that set the scales of the filter
+    *,
+    adapter: str = "lora",  # "lora": matrices of low rank beside all projections; "full": every weight
+    rank: int = 16,  # of the low-rank matrices
+    dtype: str = "float32",  # of the weights; the precision stays float32
+    max_length: int = 256,  # tokens of a calibration text
+    seed: int = 0,  # of the low-rank matrices
+    **start: Any,  # of the filter: keywords of `bft_nb.llama.convert`
+) -> Prepared:
+    "Load, convert and calibrate where the method filters, add the adapter. Raises `ValueError` for unknown names, and what `load_model` does."
+    check_option("method", method, METHODS)
+    check_option("adapter", adapter, ADAPTERS)
+    check_count("rank", rank)
+    model, tokenizer = load_model(name, dtype)
+    if METHODS[method].bft:
+        from bft_nb.llama import calibrate, convert
+
+        if not calibration:
+            raise ValueError("calibration must hold one text at least: the filter's scales are measured on it")
+        batch = tokenizer(list(calibration), return_tensors="pt", padding=True, truncation=True, max_length=max_length)
+        calibrate(convert(model, **start), batch)
+    filters = [p for p in model.parameters() if id(p) in _filter_parameters(model)]
+    torch.manual_seed(seed)
+    if adapter == "lora":
+        from peft import LoraConfig, get_peft_model
+
+        saved = ["bft"] if METHODS[method].bft else None
+        model = get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=PROJECTIONS, modules_to_save=saved, task_type="CAUSAL_LM"))
+    return Prepared(model, tokenizer, sum(p.numel() for p in model.parameters() if p.requires_grad), sum(p.numel() for p in filters))
+
+
+def _filter_parameters(model: nn.Module) -> set[int]:
+    from bft_nb.llama import LayerFilter
+
+    return {id(p) for m in model.modules() if isinstance(m, LayerFilter) for p in m.parameters()}
+
+
+class Tuned(NamedTuple):
+    "What training did; the model carries its last weights."
+
+    losses: list[dict[str, float]]  # step, loss
+    seconds: float
+
+
+def _groups(model: nn.Module, lr: float) -> list[dict[str, Any]]:
+    from bft_nb.llama import LayerFilter, parameter_groups
+
+    if any(isinstance(m, LayerFilter) for m in model.modules()):
+        return parameter_groups(model, lr, weight_decay=0.0)
+    return [{"params": [p for p in model.parameters() if p.requires_grad], "lr": lr, "weight_decay": 0.0}]
+
+
+def finetune(
+    model: nn.Module,
+    examples: Sequence[Example],
+    collate: Collator,
+    method: str,  # a key of `METHODS`
+    *,
+    steps: int,
+    lr: float,  # at its highest: it rises over a twentieth of the steps and falls linearly to zero
+    batch_size: int = 4,
+    seed: int = 0,  # order of examples and dropout
+    dtype: str = "float32",  # "bfloat16": autocast
+    device: str = "auto",
+    out_dir: str | Path | None = None,  # checkpoints, four over the run; called again with the same folder, a killed run goes on. None: none are kept
+    progress: bool = False,
+) -> Tuned:
+    "Train for a number of steps, in place. Raises `ValueError` for impossible arguments, `FloatingPointError` if the loss is no longer finite."
+    from transformers import PrinterCallback, Trainer, TrainingArguments
+
+    from bft_nb.training import resolve_device
+
+    check_option("method", method, METHODS)
+    for name, value in {"steps": steps, "batch_size": batch_size}.items():
+        check_count(name, value)
+    check_positive("lr", lr)
+    if not len(examples):
+        raise ValueError("examples must hold one at least")
+    place = resolve_device(device)
+    arguments = TrainingArguments(
+        output_dir=str(out_dir or "unused"), max_steps=steps, per_device_train_batch_size=batch_size, seed=seed, data_seed=seed, bf16=dtype == "bfloat16",
+        use_cpu=place.type == "cpu", lr_scheduler_type="linear", warmup_steps=math.ceil(steps / 20), max_grad_norm=1.0, logging_steps=max(1, steps // 20),
+        save_strategy="steps" if out_dir else "no", save_steps=max(1, steps // 4), save_total_limit=2, report_to="none", disable_tqdm=not progress,
+        remove_unused_columns=False, label_names=["labels"], dataloader_pin_memory=False,
+    )  # fmt: skip
+    trainer = Trainer(
+        model.train(), arguments, train_dataset=list(examples), data_collator=collate, compute_loss_func=loss_func(METHODS[method].loss),
+        optimizers=(torch.optim.AdamW(_groups(model.to(place), lr)), None),
+    )  # fmt: skip
+    trainer.remove_callback(PrinterCallback)
+    checkpoint = _last(out_dir)
+    with contextlib.redirect_stdout(io.StringIO()) if not progress else contextlib.nullcontext():
+        trainer.train(resume_from_checkpoint=checkpoint)
+    losses = [{"step": row["step"], "loss": row["loss"]} for row in trainer.state.log_history if "loss" in row]
+    if losses and not math.isfinite(losses[-1]["loss"]):
+        raise FloatingPointError(f"the training loss is {losses[-1]['loss']} after {losses[-1]['step']} steps: try a smaller lr")
+    return Tuned(losses, float(next((row["train_runtime"] for row in reversed(trainer.state.log_history) if "train_runtime" in row), math.nan)))
+
+
+def _last(out_dir: str | Path | None) -> str | None:
+    from transformers.trainer_utils import get_last_checkpoint
+
+    return get_last_checkpoint(str(out_dir)) if out_dir and Path(out_dir).is_dir() else None

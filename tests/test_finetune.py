@@ -1,0 +1,104 @@
+"Fine-tuning: every method trains, a killed run goes on, bad input is named."
+
+import pytest
+import torch
+
+from bft_nb import finetune as ft
+from bft_nb.finetune import METHODS, finetune, prepare
+from bft_nb.qa import Collator, encode, lookup
+from bft_nb.results import load_answers, save_answers
+
+QUICK = dict(steps=4, lr=1e-3, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def questions():
+    return lookup(24, seed=0)
+
+
+def ready(method, questions, **options):
+    made = prepare("tiny", method, [q.context for q in questions[:4]], **options)
+    return made, [encode(q, made.tokenizer, 128) for q in questions], Collator(made.tokenizer)
+
+
+def weights(model):
+    return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+
+
+@pytest.mark.parametrize("adapter", ft.ADAPTERS)
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_trains(method, adapter, questions):
+    made, examples, collate = ready(method, questions, adapter=adapter)
+    before = weights(made.model)
+    tuned = finetune(made.model, examples, collate, method, **QUICK)
+    assert [row["step"] for row in tuned.losses] == [1, 2, 3, 4] and all(row["loss"] > 0 for row in tuned.losses)
+    changed = [name for name, p in weights(made.model).items() if not torch.equal(p, before[name])]
+    assert any("lora_B" in name for name in changed) == (adapter == "lora")
+    assert any(".bft." in name for name in changed) == (made.filtering > 0) == METHODS[method].bft
+    assert made.trainable == sum(p.numel() for p in before.values())
+
+
+def test_methods_share_the_start_of_the_adapter(questions):
+    a, b = (ready(method, questions, seed=3)[0].model for method in ("sft", "bft"))
+    of = lambda model: {name: p for name, p in weights(model).items() if "lora_A" in name}
+    assert of(a).keys() == of(b).keys() and all(torch.equal(p, of(b)[name]) for name, p in of(a).items())
+
+
+@pytest.mark.parametrize("method", ["sft", "bft"])
+def test_a_killed_run_goes_on(method, questions, tmp_path, monkeypatch):
+    run = QUICK | dict(steps=8)
+    whole, examples, collate = ready(method, questions)
+    finetune(whole.model, examples, collate, method, **run, out_dir=tmp_path / "whole")
+    killed = ready(method, questions)[0]
+    calls, loss_func = [], ft.loss_func
+
+    def dying(name):
+        loss = loss_func(name)
+
+        def once(*args, **kwargs):
+            calls.append(1)
+            if len(calls) == 6:
+                raise KeyboardInterrupt
+            return loss(*args, **kwargs)
+
+        return once
+
+    monkeypatch.setattr(ft, "loss_func", dying)
+    with pytest.raises(KeyboardInterrupt):
+        finetune(killed.model, examples, collate, method, **run, out_dir=tmp_path / "run")
+    monkeypatch.setattr(ft, "loss_func", loss_func)
+    again = ready(method, questions)[0]
+    finetune(again.model, examples, collate, method, **run, out_dir=tmp_path / "run")
+    for name, p in weights(whole.model).items():
+        torch.testing.assert_close(weights(again.model)[name], p, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [(dict(steps=0), "steps must be at least 1, got 0"), (dict(batch_size=0), "batch_size"), (dict(lr=0.0), "lr must be positive"), (dict(method="dpo"), "got 'dpo'")],
+)
+def test_bad_arguments(change, message, questions):
+    made, examples, collate = ready("sft", questions)
+    settings = dict(method="sft") | QUICK | change
+    with pytest.raises(ValueError, match=message):
+        finetune(made.model, examples, collate, **settings)
+    with pytest.raises(ValueError, match="examples must hold one at least"):
+        finetune(made.model, [], collate, "sft", **QUICK)
+
+
+def test_a_filter_needs_texts_and_a_known_adapter(questions):
+    with pytest.raises(ValueError, match="calibration must hold one text"):
+        prepare("tiny", "bft")
+    with pytest.raises(ValueError, match="adapter must be one of 'lora', 'full', got 'ia3'"):
+        prepare("tiny", "sft", adapter="ia3")
+
+
+def test_answers_are_stored_with_their_scores(tmp_path):
+    path = save_answers(tmp_path / "a.npz", ["x", "y"], ["Ada", ""], [1, 0], [1.0, 0.25])
+    found = load_answers(path)
+    assert found["ids"].tolist() == ["x", "y"] and found["texts"].tolist() == ["Ada", ""] and found["exact"].tolist() == [1, 0] and found["f1"].tolist() == [1.0, 0.25]
+    with pytest.raises(ValueError, match="one id, text and score per question"):
+        save_answers(path, ["x"], ["a", "b"], [1], [1.0])
+    with pytest.raises(ValueError, match="f1 must lie in 0 … 1"):
+        save_answers(path, ["x"], ["a"], [1], [1.5])
+    assert load_answers(path)["ids"].tolist() == ["x", "y"]
