@@ -96,8 +96,9 @@ table.fillna("").rename_axis(["backbone", "options"])
 #| label: fig-ablation
 #| fig-cap: "NDCG@10 of each variant minus that of the filter as derived (bars: 95 % interval over users)."
 #| code-fold: true
-fig, axes = plt.subplots(1, len(backbones), figsize=(5.5 * len(backbones), 0.28 * max(map(len, found.values())) + 1), squeeze=False)
-for ax, backbone in zip(axes[0], backbones):
+shown = [backbone for backbone in backbones if len(found[backbone]) > 1]
+fig, axes = plt.subplots(1, len(shown), figsize=(5.5 * len(shown), 0.28 * max(map(len, found.values())) + 1), squeeze=False)
+for ax, backbone in zip(axes[0], shown):
     others = [options for options in found[backbone] if options != "{}"]
     for i, options in enumerate(others):
         d = compare(found[backbone][options], found[backbone]["{}"])["all"]

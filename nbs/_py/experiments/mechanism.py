@@ -61,13 +61,13 @@ pd.concat({name: by_quarter(name) for name in ("tau", "prior.layer2", "gain.laye
 #| label: fig-mechanism
 #| fig-cap: "τ (left) and the gain of layer 1 (right) by popularity of the item, SASRec solid, HSTU dashed, BERT4Rec dotted."
 #| code-fold: true
-fig, axes = plt.subplots(1, 2, figsize=(8, 3))
+fig, axes = plt.subplots(1, 2, figsize=(7, 2.6))
 for ax, quantity, unit in ((axes[0], "tau", "initial precision τ [h⁻²]"), (axes[1], "gain.layer1", "gain K, layer 1")):
     for (backbone, dataset), values in by_quarter(quantity).iterrows():
         style = {"sasrec": "-", "hstu": "--", "bert4rec": ":"}[backbone]
         ax.plot(range(4), values, style, marker="os^dv*"[DATASETS.index(dataset)], color=f"C{DATASETS.index(dataset)}", label=dataset if style == "-" else None)
     ax.set(xticks=range(4), xticklabels=["rarest", "2nd", "3rd", "popular"], xlabel="quarter of items, by train count", ylabel=unit)
-axes[0].legend(fontsize=8, ncols=2)
+axes[0].legend(fontsize=7)
 plt.show()
 
 # %% [markdown]

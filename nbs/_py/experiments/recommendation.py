@@ -302,8 +302,9 @@ table
 #| label: fig-study
 #| fig-cap: "Filter against the plain layer and against the null: relative difference in NDCG@10 (bars: 95 % bootstrap interval over users)."
 #| code-fold: true
-fig, axes = plt.subplots(1, len(BACKBONES_HERE), figsize=(9, 2.8), sharey=True, sharex=True)
-for ax, name in zip(axes, BACKBONES_HERE):
+shown = [name for name in BACKBONES_HERE if any(backbone_ == name for _, backbone_ in pairs)]
+fig, axes = plt.subplots(1, len(shown), figsize=(3.5 * len(shown) + 1, 2.8), sharey=True, sharex=True, squeeze=False)
+for ax, name in zip(axes[0], shown):
     for j, (arm, colour) in enumerate((("plain", COLOUR["posterior"]), ("null", COLOUR["other"]))):
         for i, dataset_ in enumerate(DATASETS):
             if (dataset_, name) in pairs and (name, arm) in LAYERS and len(rows_ := cell(stored, dataset_, name, arm)):
@@ -311,8 +312,8 @@ for ax, name in zip(axes, BACKBONES_HERE):
                 ax.errorbar(d.mean, i + 0.24 * (j - 0.5), xerr=[[d.mean - d.low], [d.high - d.mean]], fmt="o", color=colour)
     ax.axvline(0, color="0.6", lw=1)
     ax.set(title=name, yticks=range(len(DATASETS)), yticklabels=DATASETS, xlabel="NDCG@10, relative [%]")
-axes[0].invert_yaxis()
-axes[0].legend(handles=[plt.Line2D([], [], marker="o", ls="", color=COLOUR[c], label=f"to {a}") for a, c in (("plain", "posterior"), ("null", "other"))], fontsize=8)
+axes[0, 0].invert_yaxis()
+axes[0, 0].legend(handles=[plt.Line2D([], [], marker="o", ls="", color=COLOUR[c], label=f"to {a}") for a, c in (("plain", "posterior"), ("null", "other"))], fontsize=8)
 plt.show()
 
 # %% [markdown]
