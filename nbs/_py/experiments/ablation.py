@@ -111,4 +111,4 @@ plt.show()
 # %% [markdown]
 # ## Reading
 #
-# So far the two halves of the filter are stored for SASRec; the other variants are in the grid, and this page shows them when they are. **On Beauty the bias alone does best**, better than the whole filter by an amount just clear of zero: the gain takes back what the bias brings. Gain alone, and neither, lie between. One seed: the order of bias and gain is a question to the other sets, above all to those where the filter helps.
+# Stored so far, for SASRec: the two halves of the filter, no Q, one τ for all; the other variants are in the grid, and this page shows them when they are. **On Beauty no part is missed.** Bias alone is better than the whole on the test items, by an amount just clear of zero, but not on validation, where gain alone is; the variants differ by less than two seeds of one of them would. A filter without Q freezes in theory; over two layers it does not matter. One τ for all items costs nothing that shows. The question goes to the sets where the filter helps.
