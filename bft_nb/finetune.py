@@ -7,6 +7,7 @@ focal and GCE by their loss.
 import contextlib
 import io
 import math
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -78,7 +79,9 @@ def prepare(
         from peft import LoraConfig, get_peft_model
 
         saved = ["bft"] if METHODS[method].bft else None
-        model = get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=PROJECTIONS, modules_to_save=saved, task_type="CAUSAL_LM"))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)  # peft asks by the old name
+            model = get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=PROJECTIONS, modules_to_save=saved, task_type="CAUSAL_LM"))
     return Prepared(model, tokenizer, sum(p.numel() for p in model.parameters() if p.requires_grad), sum(p.numel() for p in filters))
 
 

@@ -109,10 +109,17 @@ def test_missing_file_and_missing_notebook(tmp_path, capsys):
     assert "no grid file" in err and "no notebook" in err and "other.ipynb" in err
 
 
-def test_the_example_grid_fits_its_notebook(tmp_path):
+@pytest.mark.parametrize("path", sorted((ROOT / "nbs" / "experiments" / "grids").glob("*.yaml")), ids=lambda p: p.stem)
+def test_the_grids_of_the_book_fit_their_notebooks(path, tmp_path):
+    planned = sweep.plans(path, tmp_path)
+    assert planned and len({p.output for p in planned}) == len(planned)
+    assert all(p.parameters["store"] is True and p.source.parent == ROOT / "nbs" / "experiments" for p in planned)
+
+
+def test_the_cells_of_the_study_are_three_layers_of_sasrec_and_two_of_hstu(tmp_path):
     planned = sweep.plans(ROOT / "nbs" / "experiments" / "grids" / "recommendation.yaml", tmp_path)
-    assert len(planned) == 12 and {p.parameters["lr"] for p in planned} == {3e-3}
-    assert len({p.output for p in planned}) == 12
+    kinds = {(p.parameters["backbone"], p.parameters["bft"], p.parameters.get("options", "{}")) for p in planned}
+    assert len(kinds) == 5 and {len([p for p in planned if (p.parameters["backbone"], p.parameters["bft"], p.parameters.get("options", "{}")) == k]) for k in kinds} == {10}
 
 
 # ---- the loop, without processes -----------------------------------------------------------------------------------

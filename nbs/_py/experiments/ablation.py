@@ -105,7 +105,6 @@ for ax, backbone in zip(axes[0], shown):
         ax.errorbar(d.mean, i, xerr=[[d.mean - d.low], [d.high - d.mean]], fmt="o", color=COLOUR["posterior"])
     ax.axvline(0, color="0.6", lw=1)
     ax.set(title=backbone, yticks=range(len(others)), yticklabels=[o.strip("{}").replace('"', "") for o in others], xlabel="difference in NDCG@10")
-plt.tight_layout()
 plt.show()
 
 # %% [markdown]
