@@ -41,7 +41,7 @@ class RankingTrainer(Trainer):
         return self.accelerator.prepare(DataLoader(self.train_dataset, batch_sampler=self.batches, collate_fn=as_is))
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval") -> dict[str, float]:
-        "Rank the validation targets; the seconds are those since the last validation, so they cover a whole epoch."
+        "Rank the validation targets; the seconds are those since the last validation, so they cover the epochs between."
         values = self.state.log_history[-1:]
         if values and not math.isfinite(values[0].get("loss", 0.0)):
             raise FloatingPointError(f"the training loss is {values[0]['loss']} after epoch {self.state.epoch:.0f}: try a smaller lr")

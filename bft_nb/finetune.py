@@ -7,6 +7,7 @@ focal and GCE by their loss.
 import contextlib
 import io
 import math
+import tempfile
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -66,14 +67,15 @@ def prepare(
     check_option("adapter", adapter, ADAPTERS)
     check_count("rank", rank)
     model, tokenizer = load_model(name, dtype)
+    filtering = 0
     if METHODS[method].bft:
-        from bft_nb.llama import calibrate, convert
+        from bft_nb.llama import calibrate, convert, layer_filters
 
         if not calibration:
             raise ValueError("calibration must hold one text at least: the filter's scales are measured on it")
         batch = tokenizer(list(calibration), return_tensors="pt", padding=True, truncation=True, max_length=max_length)
         calibrate(convert(model, **start), batch)
-    filters = [p for p in model.parameters() if id(p) in _filter_parameters(model)]
+        filtering = sum(p.numel() for part in layer_filters(model) for p in part.parameters())
     torch.manual_seed(seed)
     if adapter == "lora":
         from peft import LoraConfig, get_peft_model
@@ -82,35 +84,30 @@ def prepare(
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)  # peft asks by the old name
             model = get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=PROJECTIONS, modules_to_save=saved, task_type="CAUSAL_LM"))
-    return Prepared(model, tokenizer, sum(p.numel() for p in model.parameters() if p.requires_grad), sum(p.numel() for p in filters))
-
-
-def _filter_parameters(model: nn.Module) -> set[int]:
-    from bft_nb.llama import LayerFilter
-
-    return {id(p) for m in model.modules() if isinstance(m, LayerFilter) for p in m.parameters()}
+    return Prepared(model, tokenizer, sum(p.numel() for p in model.parameters() if p.requires_grad), filtering)
 
 
 class Tuned(NamedTuple):
     "What training did; the model carries its last weights."
 
-    losses: list[dict[str, float]]  # step, loss
-    seconds: float
+    losses: list[dict[str, float]]  # step, mean loss per label since the row before [nat]
+    seconds: float  # wall clock of this call, what a resumed run did before is not in it
 
 
-def _groups(model: nn.Module, lr: float) -> list[dict[str, Any]]:
-    from bft_nb.llama import LayerFilter, parameter_groups
+def _groups(model: nn.Module, bft: bool, lr: float) -> list[dict[str, Any]]:
+    "What the optimiser is given, without weight decay."
+    if bft:
+        from bft_nb.llama import parameter_groups
 
-    if any(isinstance(m, LayerFilter) for m in model.modules()):
         return parameter_groups(model, lr, weight_decay=0.0)
     return [{"params": [p for p in model.parameters() if p.requires_grad], "lr": lr, "weight_decay": 0.0}]
 
 
 def finetune(
-    model: nn.Module,
-    examples: Sequence[Example],
+    model: nn.Module,  # from `prepare`
+    examples: Sequence[Example],  # to learn from, their labels noisy or not
     collate: Collator,
-    method: str,  # a key of `METHODS`
+    method: str,  # that of `prepare`
     *,
     steps: int,
     lr: float,  # at its highest: it rises over a twentieth of the steps and falls linearly to zero
@@ -133,20 +130,21 @@ def finetune(
     if not len(examples):
         raise ValueError("examples must hold one at least")
     place = resolve_device(device)
-    arguments = TrainingArguments(
-        output_dir=str(out_dir or "unused"), max_steps=steps, per_device_train_batch_size=batch_size, seed=seed, data_seed=seed, bf16=dtype == "bfloat16",
-        use_cpu=place.type == "cpu", lr_scheduler_type="linear", warmup_steps=math.ceil(steps / 20), max_grad_norm=1.0, logging_steps=max(1, steps // 20),
-        save_strategy="steps" if out_dir else "no", save_steps=max(1, steps // 4), save_total_limit=2, report_to="none", disable_tqdm=not progress,
-        remove_unused_columns=False, label_names=["labels"], dataloader_pin_memory=False,
-    )  # fmt: skip
-    trainer = Trainer(
-        model.train(), arguments, train_dataset=list(examples), data_collator=collate, compute_loss_func=loss_func(METHODS[method].loss),
-        optimizers=(torch.optim.AdamW(_groups(model.to(place), lr)), None),
-    )  # fmt: skip
-    trainer.remove_callback(PrinterCallback)
-    checkpoint = _last(out_dir)
-    with contextlib.redirect_stdout(io.StringIO()) if not progress else contextlib.nullcontext():
-        trainer.train(resume_from_checkpoint=checkpoint)
+    with tempfile.TemporaryDirectory() as scratch:
+        arguments = TrainingArguments(
+            output_dir=str(out_dir or scratch), max_steps=steps, per_device_train_batch_size=batch_size, seed=seed, data_seed=seed, bf16=dtype == "bfloat16",
+            use_cpu=place.type == "cpu", lr_scheduler_type="linear", warmup_steps=math.ceil(steps / 20), max_grad_norm=1.0, logging_steps=max(1, steps // 20),
+            save_strategy="steps" if out_dir else "no", save_steps=max(1, steps // 4), save_total_limit=2, report_to="none", disable_tqdm=not progress,
+            remove_unused_columns=False, label_names=["labels"], dataloader_pin_memory=False,
+        )  # fmt: skip
+        trainer = Trainer(
+            model.train(), arguments, train_dataset=list(examples), data_collator=collate, compute_loss_func=loss_func(METHODS[method].loss),
+            optimizers=(torch.optim.AdamW(_groups(model.to(place), METHODS[method].bft, lr)), None),
+        )  # fmt: skip
+        trainer.remove_callback(PrinterCallback)
+        checkpoint = _last(out_dir)
+        with contextlib.redirect_stdout(io.StringIO()) if not progress else contextlib.nullcontext():
+            trainer.train(resume_from_checkpoint=checkpoint)
     losses = [{"step": row["step"], "loss": row["loss"]} for row in trainer.state.log_history if "loss" in row]
     if losses and not math.isfinite(losses[-1]["loss"]):
         raise FloatingPointError(f"the training loss is {losses[-1]['loss']} after {losses[-1]['step']} steps: try a smaller lr")

@@ -76,7 +76,7 @@ def compare(
     metric: Callable[[Tensor], Tensor] = ndcg,  # value per user from ranks
     split: str = "test",
     folder: Path | None = None,
-    groups: Callable[[Path], np.ndarray] = load_strata,
+    groups: Callable[[Path], np.ndarray] = load_strata,  # what to tell the users of a file apart by
     relative: bool = False,  # in percent of the baseline's mean of the group
     candidate_split: str | None = None,  # where the candidate's ranks are stored, if not under `split`
 ) -> dict[str, Difference]:  # keys "all", and per group: "0" (rarest) … "3"

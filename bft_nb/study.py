@@ -34,9 +34,8 @@ HISTORIES = (4, 6, 10)  # a user's items: up to 4, up to 6, up to 10, more
 def _options(params: str) -> str:
     "What a run's parameters say about its layers beyond the settings of the study."
     given = json.loads(params)
-    options = {name: value for name, value in given.items() if name not in SETTINGS}
-    special = {name: given[name] for name in ("precision_lr",) if given.get(name, given["lr"]) != given["lr"]}
-    return canonical(options | special)
+    common = SETTINGS if given.get("precision_lr", given["lr"]) == given["lr"] else SETTINGS - {"precision_lr"}
+    return canonical({name: value for name, value in given.items() if name not in common})
 
 
 def study_rows(folder: Path | None = None) -> pd.DataFrame:

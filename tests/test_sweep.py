@@ -118,8 +118,8 @@ def test_the_grids_of_the_book_fit_their_notebooks(path, tmp_path):
 
 def test_the_cells_of_the_study_are_three_layers_of_sasrec_and_two_of_hstu(tmp_path):
     planned = sweep.plans(ROOT / "nbs" / "experiments" / "grids" / "recommendation.yaml", tmp_path)
-    kinds = {(p.parameters["backbone"], p.parameters["bft"], p.parameters.get("options", "{}")) for p in planned}
-    assert len(kinds) == 5 and {len([p for p in planned if (p.parameters["backbone"], p.parameters["bft"], p.parameters.get("options", "{}")) == k]) for k in kinds} == {10}
+    kinds = Counter((p.parameters["backbone"], p.parameters["bft"], p.parameters.get("options", "{}")) for p in planned)
+    assert list(kinds.values()) == [10] * 5
 
 
 # ---- the loop, without processes -----------------------------------------------------------------------------------

@@ -76,7 +76,7 @@ found = {backbone: variants(backbone) for backbone in backbones}
 # %% [markdown]
 # ## What each costs or gains
 #
-# NDCG@10 on validation and test; the difference on the test items to the filter as derived, and to the plain layer, paired by user, with 95 % bootstrap intervals. Only differences well outside the spread of seeds (about ±.0005 to .001 in NDCG@10 on this set) mean anything. Where several seeds are stored, all are used.
+# NDCG@10 on validation and test; the difference on the test items to the filter as derived, and to the plain layer, paired by user, with 95 % bootstrap intervals. The intervals are over users, not over seeds; where several seeds are stored, all are used.
 
 
 # %%
@@ -110,4 +110,4 @@ plt.show()
 # %% [markdown]
 # ## Reading
 #
-# Stored so far, for SASRec: the two halves of the filter, no Q, one τ for all; the other variants are in the grid, and this page shows them when they are. **On Beauty no part is missed.** Bias alone is better than the whole on the test items, by an amount just clear of zero, but not on validation, where gain alone is; the variants differ by less than two seeds of one of them would. A filter without Q freezes in theory; over two layers it does not matter. One τ for all items costs nothing that shows. The question goes to the sets where the filter helps.
+# Stored so far, for SASRec: the two halves of the filter, no Q, one τ for all; the other variants are in the grid, and this page shows them when they are. **On Beauty no part is missed.** Bias alone is better than the whole on the test items, by an amount just clear of zero, but not on validation, where gain alone is; with one seed each, no order of the variants is established. A filter without Q freezes in theory; over two layers it does not matter. One τ for all items costs nothing that shows. The question goes to the sets where the filter helps.
