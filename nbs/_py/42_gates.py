@@ -229,9 +229,10 @@ def causal(
     q: Float[Tensor, "b h t k"],
     k: Float[Tensor, "b g j k"],
 ) -> Bool[Tensor, "1 1 t j"]:
-    "The mask that transformers leaves out where it is the causal one: the last query sees all keys."
+    "The mask that transformers leaves out where torch makes it: the first query sees the first key, a single one (of a cache) all keys."
     t, j = q.shape[-2], k.shape[-2]
-    return torch.ones(t, j, dtype=torch.bool, device=q.device).tril(j - t)[None, None]
+    visible = torch.ones(t, j, dtype=torch.bool, device=q.device)
+    return (visible.tril() if t > 1 else visible)[None, None]
 
 
 # %% [markdown]
