@@ -21,7 +21,7 @@ from bft_nb.core import check_count, check_option, check_positive
 from bft_nb.models import load_model
 from bft_nb.qa import Collator, Example, loss_func
 
-__all__ = ["ADAPTERS", "DTYPES", "METHODS", "Method", "Prepared", "Tuned", "answering", "finetune", "length_grouped", "prepare"]
+__all__ = ["ADAPTERS", "DTYPES", "METHODS", "Method", "Prepared", "Tuned", "adapted", "answering", "converted", "filter_parameters", "finetune", "length_grouped", "prepare"]
 
 
 class Method(NamedTuple):
@@ -52,6 +52,36 @@ class Prepared(NamedTuple):
     filtering: int  # parameters of the filter among them
 
 
+def converted(model: nn.Module, method: str, **start: Any) -> nn.Module:
+    "The model with the layers of a method, not calibrated yet; `start` as for `prepare`."
+    if not METHODS[method].bft:
+        return model
+    from bft_nb.llama import convert
+
+    return convert(model, **start)
+
+
+def adapted(model: nn.Module, method: str, adapter: str, rank: int) -> nn.Module:
+    "The model with what is trained set to require a gradient."
+    if adapter == "full":
+        return model
+    from peft import LoraConfig, get_peft_model
+
+    saved = ["bft"] if METHODS[method].bft else None
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)  # peft asks by the old name
+        return get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=PROJECTIONS, modules_to_save=saved, task_type="CAUSAL_LM"))
+
+
+def filter_parameters(model: nn.Module, method: str) -> int:
+    "Parameters that a converted model has beyond the plain one."
+    if not METHODS[method].bft:
+        return 0
+    from bft_nb.llama import layer_filters
+
+    return sum(p.numel() for part in layer_filters(model) for p in part.parameters())
+
+
 def prepare(
     name: str,  # of `bft_nb.models.load_model`
     method: str,  # a key of `METHODS`
@@ -68,24 +98,17 @@ def prepare(
     check_option("method", method, METHODS)
     check_option("adapter", adapter, ADAPTERS)
     check_count("rank", rank)
+    if METHODS[method].bft and not calibration:
+        raise ValueError("calibration must hold one text at least: the filter's scales are measured on it")
     model, tokenizer = load_model(name, dtype)
-    filtering = 0
+    model = converted(model, method, **start)
     if METHODS[method].bft:
-        from bft_nb.llama import calibrate, convert, layer_filters
+        from bft_nb.llama import calibrate
 
-        if not calibration:
-            raise ValueError("calibration must hold one text at least: the filter's scales are measured on it")
-        batch = tokenizer(list(calibration), return_tensors="pt", padding=True, truncation=True, max_length=max_length)
-        calibrate(convert(model, **start), batch)
-        filtering = sum(p.numel() for part in layer_filters(model) for p in part.parameters())
+        calibrate(model, tokenizer(list(calibration), return_tensors="pt", padding=True, truncation=True, max_length=max_length))
+    filtering = filter_parameters(model, method)
     torch.manual_seed(seed)
-    if adapter == "lora":
-        from peft import LoraConfig, get_peft_model
-
-        saved = ["bft"] if METHODS[method].bft else None
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)  # peft asks by the old name
-            model = get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=PROJECTIONS, modules_to_save=saved, task_type="CAUSAL_LM"))
+    model = adapted(model, method, adapter, rank)
     return Prepared(model, tokenizer, sum(p.numel() for p in model.parameters() if p.requires_grad), filtering)
 
 
