@@ -1,6 +1,6 @@
-"""Fine-tuning a language model to answer questions, plain or filtering, by `transformers.Trainer` alone.
+"""Fine-tuning a language model to answer questions, plain, filtering or gated, by `transformers.Trainer` alone.
 
-What a method is: `METHODS`. All share data, prompts, adapter, batches, steps and schedule; a filtering model differs by its layers,
+What a method is: `METHODS`. All share data, prompts, adapter, batches, steps and schedule; a filtering or gated model differs by its layers,
 focal and GCE by their loss.
 """
 
@@ -21,22 +21,24 @@ from bft_nb.core import check_count, check_option, check_positive
 from bft_nb.models import load_model
 from bft_nb.qa import Collator, Example, loss_func
 
-__all__ = ["ADAPTERS", "DTYPES", "METHODS", "Method", "Prepared", "Tuned", "adapted", "answering", "converted", "filter_parameters", "finetune", "length_grouped", "prepare"]
+__all__ = ["ADAPTERS", "DTYPES", "METHODS", "Method", "Prepared", "Tuned", "adapted", "added_parameters", "answering", "converted", "finetune", "length_grouped", "prepare"]
 
 
 class Method(NamedTuple):
     "A way of fine-tuning."
 
     loss: str  # a name of `bft_nb.qa.LOSSES`
-    bft: bool  # are the layers filtering ones?
+    added: str  # name of the modules that a conversion adds to the layers: "bft", "gate", or "" for none
     title: str
 
 
 METHODS: dict[str, Method] = {
-    "sft": Method("ce", False, "SFT"),
-    "focal": Method("focal", False, "focal loss"),
-    "gce": Method("gce", False, "GCE"),
-    "bft": Method("ce", True, "BFT"),
+    "sft": Method("ce", "", "SFT"),
+    "focal": Method("focal", "", "focal loss"),
+    "gce": Method("gce", "", "GCE"),
+    "bft": Method("ce", "bft", "BFT"),
+    "headwise": Method("ce", "gate", "headwise gate"),
+    "elementwise": Method("ce", "gate", "elementwise gate"),
 }
 ADAPTERS = ("lora", "full")
 DTYPES = ("float32", "bfloat16")  # of a step: float32 throughout, or autocast
@@ -49,16 +51,29 @@ class Prepared(NamedTuple):
     model: Any
     tokenizer: Any
     trainable: int  # parameters
-    filtering: int  # parameters of the filter among them
+    filtering: int  # parameters of the filter, or of the gates, among them
 
 
 def converted(model: nn.Module, method: str, **start: Any) -> nn.Module:
-    "The model with the layers of a method, not calibrated yet; `start` as for `prepare`."
-    if not METHODS[method].bft:
-        return model
-    from bft_nb.llama import convert
+    "The model with the layers of a method; a filter is not calibrated yet. `start` as for `prepare`."
+    if METHODS[method].added == "gate":
+        from bft_nb.gates import convert_gated
 
-    return convert(model, **start)
+        return convert_gated(model, method)
+    if METHODS[method].added == "bft":
+        from bft_nb.llama import convert
+
+        return convert(model, **start)
+    return model
+
+
+def added_parameters(model: nn.Module, method: str) -> int:
+    "Parameters that a converted model has beyond the plain one."
+    if not METHODS[method].added:
+        return 0
+    from bft_nb.llama import added
+
+    return sum(p.numel() for part in added(model) for p in part.parameters())
 
 
 def adapted(model: nn.Module, method: str, adapter: str, rank: int) -> nn.Module:
@@ -67,19 +82,10 @@ def adapted(model: nn.Module, method: str, adapter: str, rank: int) -> nn.Module
         return model
     from peft import LoraConfig, get_peft_model
 
-    saved = ["bft"] if METHODS[method].bft else None
+    saved = [METHODS[method].added] if METHODS[method].added else None
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)  # peft asks by the old name
         return get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=PROJECTIONS, modules_to_save=saved, task_type="CAUSAL_LM"))
-
-
-def filter_parameters(model: nn.Module, method: str) -> int:
-    "Parameters that a converted model has beyond the plain one."
-    if not METHODS[method].bft:
-        return 0
-    from bft_nb.llama import layer_filters
-
-    return sum(p.numel() for part in layer_filters(model) for p in part.parameters())
 
 
 def prepare(
@@ -94,22 +100,22 @@ def prepare(
     seed: int = 0,  # of the low-rank matrices
     **start: Any,  # of the filter: keywords of `bft_nb.llama.convert`
 ) -> Prepared:
-    "Load, convert and calibrate where the method filters, add the adapter. Raises `ValueError` for unknown names, and what `load_model` does."
+    "Load, convert and calibrate where the method filters, convert where it has gates, add the adapter. Raises `ValueError` for unknown names, and what `load_model` does."
     check_option("method", method, METHODS)
     check_option("adapter", adapter, ADAPTERS)
     check_count("rank", rank)
-    if METHODS[method].bft and not calibration:
+    if METHODS[method].added == "bft" and not calibration:
         raise ValueError("calibration must hold one text at least: the filter's scales are measured on it")
     model, tokenizer = load_model(name, dtype)
     model = converted(model, method, **start)
-    if METHODS[method].bft:
+    if METHODS[method].added == "bft":
         from bft_nb.llama import calibrate
 
         calibrate(model, tokenizer(list(calibration), return_tensors="pt", padding=True, truncation=True, max_length=max_length))
-    filtering = filter_parameters(model, method)
+    more = added_parameters(model, method)
     torch.manual_seed(seed)
     model = adapted(model, method, adapter, rank)
-    return Prepared(model, tokenizer, sum(p.numel() for p in model.parameters() if p.requires_grad), filtering)
+    return Prepared(model, tokenizer, sum(p.numel() for p in model.parameters() if p.requires_grad), more)
 
 
 class Tuned(NamedTuple):
@@ -119,9 +125,9 @@ class Tuned(NamedTuple):
     seconds: float  # wall clock of this call, what a resumed run did before is not in it
 
 
-def _groups(model: nn.Module, bft: bool, lr: float, precision_lr: float | None) -> list[dict[str, Any]]:
+def _groups(model: nn.Module, converted: bool, lr: float, precision_lr: float | None) -> list[dict[str, Any]]:
     "What the optimiser is given, without weight decay."
-    if bft:
+    if converted:
         from bft_nb.llama import parameter_groups
 
         return parameter_groups(model, lr, precision_lr, weight_decay=0.0)
@@ -150,7 +156,7 @@ def finetune(
     *,
     steps: int,
     lr: float,  # at its highest: it rises over a twentieth of the steps and falls linearly to zero
-    precision_lr: float | None = None,  # of what only a filter has; None: the same
+    precision_lr: float | None = None,  # of what the method adds to the layers; None: the same
     batch_size: int = 4,
     seed: int = 0,  # order of examples and dropout
     dtype: str = "float32",  # "bfloat16": autocast
@@ -181,7 +187,7 @@ def finetune(
         )  # fmt: skip
         trainer = Trainer(
             model.train(), arguments, train_dataset=[examples[i] for i in order], data_collator=collate, compute_loss_func=loss_func(METHODS[method].loss),
-            optimizers=(torch.optim.AdamW(_groups(model.to(place), METHODS[method].bft, lr, precision_lr)), None),
+            optimizers=(torch.optim.AdamW(_groups(model.to(place), bool(METHODS[method].added), lr, precision_lr)), None),
         )  # fmt: skip
         trainer.remove_callback(PrinterCallback)
         checkpoint = _last(out_dir)

@@ -113,16 +113,16 @@ def random_model(config: Any, **smaller: Any) -> Any:
 
 
 def parameters(config: Any, method: str, adapter: str, rank: int = 16) -> tuple[int, int, int]:
-    "Parameters in all, adapters included, of them trained; and the filter's."
+    "Parameters in all, adapters included, of them trained; and those that the method adds to the layers."
     import torch
 
-    from bft_nb.finetune import adapted, converted, filter_parameters
+    from bft_nb.finetune import adapted, added_parameters, converted
 
     with torch.device("meta"):
         model = converted(random_model(config), method)
-        filtering = filter_parameters(model, method)
+        added = added_parameters(model, method)
         model = adapted(model, method, adapter, rank)
-    return sum(p.numel() for p in model.parameters()), sum(p.numel() for p in model.parameters() if p.requires_grad), filtering
+    return sum(p.numel() for p in model.parameters()), sum(p.numel() for p in model.parameters() if p.requires_grad), added
 
 
 def _saved(model: Any, tokens: int, dtype: str) -> int:
@@ -206,8 +206,8 @@ def language(p: Mapping[str, Any]) -> list[Line]:
     config = configuration(p["model"])
     found = [model_line(p["model"], config)]
     if config:
-        total, trained, filtering = parameters(config, p["method"], p["adapter"])
-        found.append(Line("parameters", f"{total:,} in all; {trained:,} trained ({100 * trained / total:.2g} %), {filtering:,} of the filter ({100 * filtering / total:.2g} %)"))
+        total, trained, added = parameters(config, p["method"], p["adapter"])
+        found.append(Line("parameters", f"{total:,} in all; {trained:,} trained ({100 * trained / total:.2g} %), {added:,} of the method's own ({100 * added / total:.2g} %)"))
     else:
         found.append(Line("parameters", "not known before the model's configuration is at hand"))
     found += question_lines(p["data"])

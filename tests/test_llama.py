@@ -352,7 +352,7 @@ def test_parameter_groups_hold_each_parameter_once():
     assert {id(p) for bft in layer_filters(model) for p in bft.parameters()} == {id(p) for p in groups[2]["params"]}
     with pytest.raises(ValueError, match="precision_lr must be positive and finite, got -1"):
         parameter_groups(model, lr=1e-4, precision_lr=-1.0)
-    with pytest.raises(TypeError, match="no filtering layers"):
+    with pytest.raises(TypeError, match="no added parts"):
         parameter_groups(plain(), lr=1e-4)
 
 

@@ -20,14 +20,14 @@
 # %% tags=["parameters"]
 model = "tiny"  # or "smollm2", an id of the hub ("TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T"), a folder
 data = "lookup"  # or "nq_open_bm25_distractors"
-method = "bft"  # "sft", "focal", "gce" or "bft"
+method = "bft"  # "sft", "focal", "gce", "bft"; or "headwise", "elementwise": gated attention (chapter 42)
 ks = [0, 2, 5]  # numbers of distractors at the end; at the second of them the gold passage is also put in the middle and last
 k_train = 2  # most distractors in training
 seed = 0
 steps = 60
 batch_size = 4
 lr = 1e-3  # at its highest
-precision_lr = 0.0  # of what only a filter has; 0: `lr`
+precision_lr = 0.0  # of what a filter (or gate) adds to the layers; 0: `lr`
 adapter = "lora"  # or "full"
 max_length = 224  # tokens of prompt and answer in training; longer ones are left out
 n_eval = 40  # questions asked at the end; 0: those to choose by alone
@@ -68,7 +68,7 @@ if store and (model == "tiny" or data == "lookup"):
 words, answer_length = 12, 16  # of a snippet; tokens, end included
 training = dict(steps=steps, batch_size=batch_size, lr=lr)
 params = dict(method=method, ks=ks, k_train=k_train, words=words, adapter=adapter, max_length=max_length, answer_length=answer_length, n_eval=n_eval, dtype=dtype, **training)
-if METHODS[method].bft:
+if METHODS[method].added:
     training["precision_lr"] = params["precision_lr"] = precision_lr or lr
 run = dict(exp="rag_distractors", dataset=data, model=model.rpartition("/")[2], params=params, seed=seed)
 configuration(params)

@@ -20,14 +20,14 @@
 # %% tags=["parameters"]
 model = "tiny"  # or "smollm2", an id of the hub ("TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T"), a folder
 data = "lookup"  # to learn from; or "squad_v1.1_train_part", "squad_v1.1_train" (the official file), and squad_v1.1_dev is asked
-method = "bft"  # "sft", "focal", "gce" or "bft"
+method = "bft"  # "sft", "focal", "gce", "bft"; or "headwise", "elementwise": gated attention (chapter 42)
 noise = 0.3  # n_p, probability of each label token to be wrong
 corruption = "uniform"  # or "swap": whole answers exchanged between questions
 seed = 0
 steps = 60
 batch_size = 4
 lr = 1e-3  # at its highest
-precision_lr = 0.0  # of what only a filter has; 0: `lr`
+precision_lr = 0.0  # of what a filter (or gate) adds to the layers; 0: `lr`
 adapter = "lora"  # or "full"
 max_length = 128  # tokens of prompt and answer; longer questions are left out, in training and evaluation
 n_eval = 60  # questions asked at the end
@@ -66,7 +66,7 @@ if store and (model == "tiny" or data == "lookup"):
 answer_length = 16  # tokens, end included
 training = dict(steps=steps, batch_size=batch_size, lr=lr)
 params = dict(method=method, noise=noise, corruption=corruption, adapter=adapter, max_length=max_length, answer_length=answer_length, n_eval=n_eval, dtype=dtype, **training)
-if METHODS[method].bft:
+if METHODS[method].added:
     training["precision_lr"] = params["precision_lr"] = precision_lr or lr
 run = dict(exp="squad_noise", dataset=data, model=model.rpartition("/")[2], params=params, seed=seed)
 configuration(params)
