@@ -166,7 +166,11 @@ def activations(config: Any, method: str, adapter: str, dtype: str, batch_size: 
 
 
 def memory(config: Any, method: str, adapter: str, dtype: str, batch_size: int, tokens: int) -> Memory:
-    "What a training step needs, weights in float32; `activations` says how the last number is estimated."
+    """What a training step needs, weights in float32; `activations` says how the last number is estimated.
+
+    The profiler's peak of live bytes is 1.00 to 1.06 times the sum for models of SmolLM2's shape (plain and filtering, LoRA and full,
+    in either precision). A process holds more, because its allocator keeps what is freed: on a CPU up to 1.7 times.
+    """
     total, trained, _ = parameters(config, method, adapter)
     return Memory(4 * total, 4 * trained, 8 * trained, activations(config, method, adapter, dtype, batch_size, tokens))
 
@@ -232,7 +236,8 @@ def recommendation(p: Mapping[str, Any]) -> list[Line]:
         files = [*(f"{entry.name}{end}.parquet" for end in ("", "_ts")), *([s.filename for s in entry.files] or [entry.own_copy])]
         data = located(entry.title, files, "rec", entry.files[0] if entry.files else None)
     options = {k: v for k, v in json.loads(p.get("options", "{}")).items() if k != "precision_init"}
-    model = BACKBONES[p["backbone"]](entry.items, d=p.get("d", 64), bft=bool(p.get("bft")), **options)
+    build: Any = BACKBONES[p["backbone"]]
+    model = build(entry.items, d=p.get("d", 64), bft=bool(p.get("bft")), **options)
     n, items = sum(x.numel() for x in model.parameters()), model.item_embedding.weight.numel()
     return [data, Line("parameters", f"{n:,}, {items:,} of them the items' embeddings; {size(16 * n)} with gradients and optimiser states")]
 

@@ -34,7 +34,8 @@ def snippet(
     answers: Sequence[str] = (),  # the first of these that is in the text will be in the snippet
 ) -> str:
     "A run of whole words of a text, anywhere it may lie with equal probability; longer only where an answer is."
-    spans = [m.span() for m in re.finditer(r"\S+", text)]
+    if not (spans := [m.span() for m in re.finditer(r"\S+", text)]):
+        return ""
     low, high = 0, len(spans) - words  # where it may begin
     if kept := next((a for a in answers if a in text), ""):
         start, end = text.index(kept), text.index(kept) + len(kept)

@@ -236,7 +236,7 @@ pd.concat({"F1": pd.DataFrame(places), "Δ F1 to SFT": pd.DataFrame(leads)}, axi
 
 # %%
 names, pair = ("BFT", "SFT"), [cells[m] for m in ("bft", "sft") if m in cells]
-pd.DataFrame({k: outcomes(*pair, names, split) for k, split in splits.items()} if len(pair) == 2 else {}).rename_axis("exactly right")
+pd.DataFrame({k: outcomes(*pair, names, split) for k, split in splits.items()}).rename_axis("exactly right") if len(pair) == 2 else "no rows are stored yet"
 
 # %%
 changed(*pair, names, split=splits[20]) if len(pair) == 2 else "no rows are stored yet"
