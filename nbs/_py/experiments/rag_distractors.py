@@ -83,7 +83,7 @@ cut = [snippets(whole[i], words) for i in order]
 print(prompt(cut[0].over(2, "middle")))
 
 # %%
-prepared = prepare(model, method, [r.over(k_train).context for r in cut[-8:]], adapter=adapter, max_length=max_length, seed=seed)
+prepared = prepare(model, method, [r.over(k_train).context for r in cut[len(cut) // 2 :][:16]], adapter=adapter, max_length=max_length, seed=seed)
 tokenizer = prepared.tokenizer
 title(model), prepared.trainable, prepared.filtering
 
@@ -118,7 +118,7 @@ def ask(retrieved: list, conditions: list[tuple[int, str]]) -> dict[str, tuple[l
     "Questions, greedy answers and scores under each condition; neighbours share the beginning of their contexts."
     questions = [[r.over(k, place) for r in retrieved] for k, place in conditions]
     with answering(prepared.model, dtype) as lm:
-        said = answer_growing(lm, tokenizer, questions, max_new_tokens=answer_length, batch_size=25)
+        said = answer_growing(lm, tokenizer, questions, max_new_tokens=answer_length, batch_size=50)
     return {f"k{k}.{place}": (qs, texts, score(texts, qs)) for (k, place), qs, texts in zip(conditions, questions, said)}
 
 
@@ -193,7 +193,7 @@ if cells:
     for i, (m, rows) in enumerate(cells.items()):
         found = [level(rows, split) for split in splits.values()]
         bars = [[f.mean - f.low for f in found], [f.high - f.mean for f in found]]
-        ax.errorbar([k + 0.2 * (i - 0.5) for k in splits], [f.mean for f in found], bars, fmt="o-", markersize=4, capsize=3, color=COLOUR[ROLES[m]], label=METHODS[m].title)
+        ax.errorbar([k + 0.2 * (i - (len(cells) - 1) / 2) for k in splits], [f.mean for f in found], bars, fmt="o-", markersize=4, capsize=3, color=COLOUR[ROLES[m]], label=METHODS[m].title)
     ax.set(xlabel="distractors [snippets]", ylabel="F1 [points of 100]", xticks=list(splits))
     ax.legend()
     plt.show()
@@ -227,7 +227,7 @@ pd.DataFrame(falls).T.fillna("") if falls else "no rows are stored yet"
 conditions = {**{f"k = {k}, first": split for k, split in splits.items()}, "k = 5, middle": "test-k5.middle", "k = 5, last": "test-k5.last"}
 places = {METHODS[m].title: {name: shown(rows, split) for name, split in conditions.items() if "5" in name} for m, rows in cells.items()}
 leads = {METHODS[m].title: {name: mean(advantage(rows, cells["sft"], split)) for name, split in conditions.items()} for m, rows in cells.items() if m != "sft" and "sft" in cells}
-pd.concat({"F1": pd.DataFrame(places), "Δ F1 to SFT": pd.DataFrame(leads)}, axis=1).fillna("") if cells else "no rows are stored yet"
+pd.concat({"F1": pd.DataFrame(places), "Δ F1 to SFT": pd.DataFrame(leads)}, axis=1).reindex(conditions).fillna("") if cells else "no rows are stored yet"
 
 # %% [markdown]
 # ### Which answers change

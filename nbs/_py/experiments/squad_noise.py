@@ -80,7 +80,8 @@ if data == "lookup":
     taught, asked = lookup(400, seed=0), lookup(400, seed=1)
 else:
     taught, asked = load_questions(data), load_questions("squad_v1.1_dev")
-prepared = prepare(model, method, [q.context for q in taught[:8]], adapter=adapter, max_length=max_length, seed=seed)
+contexts = list(dict.fromkeys(q.context for q in taught))  # a filter's scales are measured on 16 of them
+prepared = prepare(model, method, contexts[:: max(1, len(contexts) // 16)][:16], adapter=adapter, max_length=max_length, seed=seed)
 tokenizer = prepared.tokenizer
 title(model), prepared.trainable, prepared.filtering
 
@@ -210,8 +211,9 @@ pd.DataFrame({(n, METHODS[m].title): line(n, m) for n, m in cells}).T.rename_axi
 #| code-fold: true
 if len(levels) > 1:
     fig, ax = plt.subplots()
-    for i, m in enumerate(METHODS):
-        at = [(n + 0.004 * (i - 1.5), level(cells[n, m])) for n in levels if (n, m) in cells]
+    methods = [m for m in METHODS if any((n, m) in cells for n in levels)]
+    for i, m in enumerate(methods):
+        at = [(n + 0.004 * (i - (len(methods) - 1) / 2), level(cells[n, m])) for n in levels if (n, m) in cells]
         bars = [[f.mean - f.low for _, f in at], [f.high - f.mean for _, f in at]]
         ax.errorbar([x for x, _ in at], [f.mean for _, f in at], bars, fmt="o-", markersize=4, capsize=3, color=COLOUR[ROLES[m]], label=METHODS[m].title)
     ax.set(xlabel="share of wrong label tokens $n_p$", ylabel="F1 [points of 100]")
