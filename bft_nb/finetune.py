@@ -212,12 +212,12 @@ def answering(
 ) -> Iterator[nn.Module]:
     "The model as it is asked: low-rank matrices added to the weights they stand beside (taken out again at the end), computing in the precision it was trained in."
     check_option("dtype", dtype, DTYPES)
-    adapted = hasattr(model, "merge_adapter")
-    if adapted:
+    mergeable = hasattr(model, "merge_adapter")
+    if mergeable:
         model.merge_adapter()
     try:
         with torch.autocast(next(model.parameters()).device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
             yield model
     finally:
-        if adapted:
+        if mergeable:
             model.unmerge_adapter()

@@ -188,13 +188,15 @@ def located(name: str, files: list[str], folder: str, source: Source | None) -> 
 
 
 def question_lines(name: str) -> list[Line]:
-    "Where the questions of a parameter `data` lie."
-    from bft_nb.qa import QA_SETS
+    "Where the questions of a parameter `data` lie, and those that are asked; `ValueError` for an unknown name."
+    from bft_nb.qa import QA_SETS, qa_set
 
     if name == "lookup":
         return [Line("data", "lookup: made on the spot")]
-    found = []
-    for part in (name, "nq_open_distractor_passages" if name.startswith("nq_") else "squad_v1.1_dev"):
+    parts, found = (name, "nq_open_distractor_passages"), []
+    if name != "nq_open_bm25_distractors":
+        parts = (qa_set(name).name, "squad_v1.1_dev")
+    for part in parts:
         source = QA_SETS[part].source if part in QA_SETS else None
         found.append(located(part, [f"{part}.parquet", *([source.filename] if source else [])], "qa", source))
     return found
@@ -211,7 +213,7 @@ def language(p: Mapping[str, Any]) -> list[Line]:
     found = [model_line(p["model"], config)]
     if config:
         total, trained, added = parameters(config, p["method"], p["adapter"])
-        found.append(Line("parameters", f"{total:,} in all; {trained:,} trained ({100 * trained / total:.2g} %), {added:,} of the method's own ({100 * added / total:.2g} %)"))
+        found.append(Line("parameters", f"{total:,} in all; {trained:,} trained ({100 * trained / total:.3g} %), {added:,} of the method's own ({100 * added / total:.3g} %)"))
     else:
         found.append(Line("parameters", "not known before the model's configuration is at hand"))
     found += question_lines(p["data"])

@@ -42,7 +42,7 @@ def test_a_smoke_run_needs_nothing_and_leaves_nothing(bare, capsys):
 def test_the_papers_model_is_counted_without_it(bare, capsys):
     status, out, _ = dry(capsys, "squad_noise", bare, model=TINY_LLAMA, data="squad_v1.1_train", adapter="full", method="sft", steps=7)
     assert status == 1 and f"hf download {TINY_LLAMA} (2.2 GB in bfloat16, 4.4 GB in float32" in out
-    assert "1,100,048,384 in all; 1,100,048,384 trained (1e+02 %), 0 of the method's own" in out
+    assert "1,100,048,384 in all; 1,100,048,384 trained (100 %), 0 of the method's own" in out
     assert "squad_v1.1_train: is downloaded from https://" in out and "7 of 4 examples, 28 in all, of at most 128 tokens" in out
     assert "weights 4.4 GB, gradients 4.4 GB, optimiser 8.8 GB" in out and "1 missing" in out
 
@@ -80,7 +80,7 @@ def test_a_run_that_is_done_and_parameters_that_are_none(bare, capsys):
     run.output.parent.mkdir()
     run.output.write_text(json.dumps({"metadata": {"bft_run": run.identity}}))
     assert "squad_noise-seed=3: done" in dry(capsys, "squad_noise", bare / "out", seed=3)[1]
-    for wrong, says in (({"sede": 3}, "did you mean 'seed'"), ({"seed": "x"}, "must be of type int"), ({"method": "dpo"}, "method must be one of")):
+    for wrong, says in (({"sede": 3}, "did you mean 'seed'"), ({"seed": "x"}, "must be of type int"), ({"method": "dpo"}, "method must be one of"), ({"data": "squad"}, "unknown data set 'squad'")):
         status, _, err = dry(capsys, "squad_noise", bare, **wrong)
         assert status == 2 and says in err
     assert "name neither a model nor data" in dry(capsys, "cold_start", bare)[1]
