@@ -9,10 +9,11 @@ import io
 import math
 import tempfile
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -20,7 +21,7 @@ from bft_nb.core import check_count, check_option, check_positive
 from bft_nb.models import load_model
 from bft_nb.qa import Collator, Example, loss_func
 
-__all__ = ["ADAPTERS", "METHODS", "Method", "Prepared", "Tuned", "finetune", "prepare"]
+__all__ = ["ADAPTERS", "DTYPES", "METHODS", "Method", "Prepared", "Tuned", "adapted", "added_parameters", "answering", "converted", "finetune", "length_grouped", "prepare"]
 
 
 class Method(NamedTuple):
@@ -40,6 +41,7 @@ METHODS: dict[str, Method] = {
     "elementwise": Method("ce", "gate", "elementwise gate"),
 }
 ADAPTERS = ("lora", "full")
+DTYPES = ("float32", "bfloat16")  # of a step: float32 throughout, or autocast
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
@@ -50,6 +52,40 @@ class Prepared(NamedTuple):
     tokenizer: Any
     trainable: int  # parameters
     filtering: int  # parameters of the filter, or of the gates, among them
+
+
+def converted(model: nn.Module, method: str, **start: Any) -> nn.Module:
+    "The model with the layers of a method; a filter is not calibrated yet. `start` as for `prepare`."
+    if METHODS[method].added == "gate":
+        from bft_nb.gates import convert_gated
+
+        return convert_gated(model, method)
+    if METHODS[method].added == "bft":
+        from bft_nb.llama import convert
+
+        return convert(model, **start)
+    return model
+
+
+def added_parameters(model: nn.Module, method: str) -> int:
+    "Parameters that a converted model has beyond the plain one."
+    if not METHODS[method].added:
+        return 0
+    from bft_nb.llama import added
+
+    return sum(p.numel() for part in added(model) for p in part.parameters())
+
+
+def adapted(model: nn.Module, method: str, adapter: str, rank: int) -> nn.Module:
+    "The model with what is trained set to require a gradient."
+    if adapter == "full":
+        return model
+    from peft import LoraConfig, get_peft_model
+
+    saved = [METHODS[method].added] if METHODS[method].added else None
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)  # peft asks by the old name
+        return get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=PROJECTIONS, modules_to_save=saved, task_type="CAUSAL_LM"))
 
 
 def prepare(
@@ -68,31 +104,18 @@ def prepare(
     check_option("method", method, METHODS)
     check_option("adapter", adapter, ADAPTERS)
     check_count("rank", rank)
+    if METHODS[method].added == "bft" and not calibration:
+        raise ValueError("calibration must hold one text at least: the filter's scales are measured on it")
     model, tokenizer = load_model(name, dtype)
-    saved, filtering = METHODS[method].added, 0
-    if saved == "gate":
-        from bft_nb.gates import convert_gated
+    model = converted(model, method, **start)
+    if METHODS[method].added == "bft":
+        from bft_nb.llama import calibrate
 
-        convert_gated(model, method)
-    elif saved == "bft":
-        from bft_nb.llama import calibrate, convert
-
-        if not calibration:
-            raise ValueError("calibration must hold one text at least: the filter's scales are measured on it")
-        batch = tokenizer(list(calibration), return_tensors="pt", padding=True, truncation=True, max_length=max_length)
-        calibrate(convert(model, **start), batch)
-    if saved:
-        from bft_nb.llama import added
-
-        filtering = sum(p.numel() for part in added(model) for p in part.parameters())
+        calibrate(model, tokenizer(list(calibration), return_tensors="pt", padding=True, truncation=True, max_length=max_length))
+    more = added_parameters(model, method)
     torch.manual_seed(seed)
-    if adapter == "lora":
-        from peft import LoraConfig, get_peft_model
-
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)  # peft asks by the old name
-            model = get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=PROJECTIONS, modules_to_save=[saved] if saved else None, task_type="CAUSAL_LM"))
-    return Prepared(model, tokenizer, sum(p.numel() for p in model.parameters() if p.requires_grad), filtering)
+    model = adapted(model, method, adapter, rank)
+    return Prepared(model, tokenizer, sum(p.numel() for p in model.parameters() if p.requires_grad), more)
 
 
 class Tuned(NamedTuple):
@@ -102,13 +125,27 @@ class Tuned(NamedTuple):
     seconds: float  # wall clock of this call, what a resumed run did before is not in it
 
 
-def _groups(model: nn.Module, converted: bool, lr: float) -> list[dict[str, Any]]:
+def _groups(model: nn.Module, converted: bool, lr: float, precision_lr: float | None) -> list[dict[str, Any]]:
     "What the optimiser is given, without weight decay."
     if converted:
         from bft_nb.llama import parameter_groups
 
-        return parameter_groups(model, lr, weight_decay=0.0)
+        return parameter_groups(model, lr, precision_lr, weight_decay=0.0)
     return [{"params": [p for p in model.parameters() if p.requires_grad], "lr": lr, "weight_decay": 0.0}]
+
+
+def length_grouped(lengths: Sequence[int], n_batches: int, batch_size: int, seed: int = 0) -> list[int]:
+    """Indices of the examples of so many batches, in order: each example once before any comes again, rows of similar length together.
+
+    Examples are shuffled, every fifty batches' worth is sorted by length, and these batches are shuffled among themselves.
+    """
+    rng, drawn = np.random.default_rng(seed), np.empty(0, dtype=int)
+    while len(drawn) < n_batches * batch_size:
+        drawn = np.concatenate([drawn, rng.permutation(len(lengths))])
+    drawn = drawn[: n_batches * batch_size]
+    blocks = [drawn[at : at + 50 * batch_size] for at in range(0, len(drawn), 50 * batch_size)]
+    ordered = np.concatenate([b[np.argsort(np.asarray(lengths)[b], kind="stable")] for b in blocks]).reshape(n_batches, batch_size)
+    return np.concatenate([rng.permutation(ordered[at : at + 50]) for at in range(0, n_batches, 50)]).ravel().tolist()
 
 
 def finetune(
@@ -119,6 +156,7 @@ def finetune(
     *,
     steps: int,
     lr: float,  # at its highest: it rises over a twentieth of the steps and falls linearly to zero
+    precision_lr: float | None = None,  # of what the method adds to the layers; None: the same
     batch_size: int = 4,
     seed: int = 0,  # order of examples and dropout
     dtype: str = "float32",  # "bfloat16": autocast
@@ -132,22 +170,24 @@ def finetune(
     from bft_nb.training import resolve_device
 
     check_option("method", method, METHODS)
+    check_option("dtype", dtype, DTYPES)
     for name, value in {"steps": steps, "batch_size": batch_size}.items():
         check_count(name, value)
     check_positive("lr", lr)
     if not len(examples):
         raise ValueError("examples must hold one at least")
     place = resolve_device(device)
+    order = length_grouped([len(e.input_ids) for e in examples], steps, batch_size, seed)
     with tempfile.TemporaryDirectory() as scratch:
         arguments = TrainingArguments(
             output_dir=str(out_dir or scratch), max_steps=steps, per_device_train_batch_size=batch_size, seed=seed, data_seed=seed, bf16=dtype == "bfloat16",
             use_cpu=place.type == "cpu", lr_scheduler_type="linear", warmup_steps=math.ceil(steps / 20), max_grad_norm=1.0, logging_steps=max(1, steps // 20),
             save_strategy="steps" if out_dir else "no", save_steps=max(1, steps // 4), save_total_limit=2, report_to="none", disable_tqdm=not progress,
-            remove_unused_columns=False, label_names=["labels"], dataloader_pin_memory=False,
+            remove_unused_columns=False, label_names=["labels"], dataloader_pin_memory=False, train_sampling_strategy="sequential",
         )  # fmt: skip
         trainer = Trainer(
-            model.train(), arguments, train_dataset=list(examples), data_collator=collate, compute_loss_func=loss_func(METHODS[method].loss),
-            optimizers=(torch.optim.AdamW(_groups(model.to(place), bool(METHODS[method].added), lr)), None),
+            model.train(), arguments, train_dataset=[examples[i] for i in order], data_collator=collate, compute_loss_func=loss_func(METHODS[method].loss),
+            optimizers=(torch.optim.AdamW(_groups(model.to(place), bool(METHODS[method].added), lr, precision_lr)), None),
         )  # fmt: skip
         trainer.remove_callback(PrinterCallback)
         checkpoint = _last(out_dir)
@@ -163,3 +203,21 @@ def _last(out_dir: str | Path | None) -> str | None:
     from transformers.trainer_utils import get_last_checkpoint
 
     return get_last_checkpoint(str(out_dir)) if out_dir and Path(out_dir).is_dir() else None
+
+
+@contextlib.contextmanager
+def answering(
+    model: nn.Module,  # tuned
+    dtype: str = "float32",  # as in training
+) -> Iterator[nn.Module]:
+    "The model as it is asked: low-rank matrices added to the weights they stand beside (taken out again at the end), computing in the precision it was trained in."
+    check_option("dtype", dtype, DTYPES)
+    mergeable = hasattr(model, "merge_adapter")
+    if mergeable:
+        model.merge_adapter()
+    try:
+        with torch.autocast(next(model.parameters()).device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
+            yield model
+    finally:
+        if mergeable:
+            model.unmerge_adapter()

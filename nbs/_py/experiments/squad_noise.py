@@ -15,46 +15,48 @@
 #
 # **What would refute it here**: a paired difference in F1 (filter minus SFT, same questions) that is not above zero at $n_p = 0$; one that does not grow with $n_p$; or a robust loss that does better.
 #
-# This page runs *one* cell of the study, by default a tiny random Llama on made-up lookups, offline and in seconds.
+# The page has two parts. The first runs *one* cell of the study, by default a tiny random Llama on made-up lookups, offline and in seconds. The second reads *all* stored rows, and is the result.
 
 # %% tags=["parameters"]
 model = "tiny"  # or "smollm2", an id of the hub ("TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T"), a folder
-data = "lookup"  # or "squad": squad_v1.1_train_part to learn from, squad_v1.1_dev to be asked
-method = "bft"  # "sft", "focal", "gce" or "bft"
+data = "lookup"  # to learn from; or "squad_v1.1_train_part", "squad_v1.1_train" (the official file), and squad_v1.1_dev is asked
+method = "bft"  # "sft", "focal", "gce", "bft"; or "headwise", "elementwise": gated attention (chapter 42)
 noise = 0.3  # n_p, probability of each label token to be wrong
 corruption = "uniform"  # or "swap": whole answers exchanged between questions
 seed = 0
 steps = 60
 batch_size = 4
 lr = 1e-3  # at its highest
+precision_lr = 0.0  # of what a filter (or gate) adds to the layers; 0: `lr`
 adapter = "lora"  # or "full"
-max_length = 160  # tokens of prompt and answer; longer questions are left out, in training and evaluation
+max_length = 128  # tokens of prompt and answer; longer questions are left out, in training and evaluation
 n_eval = 60  # questions asked at the end
-device = "auto"  # or "cpu", "cuda", "mps"
 dtype = "float32"  # or "bfloat16": autocast
 store = False  # append the rows to data/results of this checkout?
 
 # %%
-
+import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 
 from bft_nb.core import check_option
-from bft_nb.finetune import METHODS, finetune, prepare
+from bft_nb.figures import COLOUR, use_style
+from bft_nb.finetune import METHODS, answering, finetune, prepare
 from bft_nb.models import title
-from bft_nb.qa import Collator, Scores, answer, corrupt, encode, load_questions, lookup, mean_nll, noise_floor, prompt_ids, score, swap_answers
+from bft_nb.plan import report
+from bft_nb.qa import Collator, Scores, answer, answer_ids, corrupt, encode, load_questions, lookup, mean_nll, noise_floor, prompt_ids, score, swap_answers
+from bft_nb.qa_study import ROLES, advantage, cell, changed, level, mean, outcomes, seeds, shown, study_rows, tuned, tuning
 from bft_nb.report import configuration, results_folder
 from bft_nb.results import append_rows, commit, has_rows, make_rows, ranks_path, run_key, save_answers
 from bft_nb.runner import checkout
-from bft_nb.training import resolve_device
 
 # %%
+use_style()
 check_option("method", method, METHODS)
-check_option("data", data, ("lookup", "squad"))
+check_option("data", data, ("lookup", "squad_v1.1_train_part", "squad_v1.1_train"))
 check_option("corruption", corruption, ("uniform", "swap"))
 if store and (model == "tiny" or data == "lookup"):
     raise ValueError("rows of the tiny model and of made-up questions are not stored: choose model and data, or store=false")
-place = resolve_device(device)
 
 # %% [markdown]
 # ## One cell
@@ -62,82 +64,97 @@ place = resolve_device(device)
 # The run is named by everything that decides its outcome. A filter starts as [chapter 40](../40_llama.ipynb) ships it.
 
 # %%
+answer_length = 16  # tokens, end included
 training = dict(steps=steps, batch_size=batch_size, lr=lr)
-params = dict(method=method, noise=noise, corruption=corruption, adapter=adapter, max_length=max_length, n_eval=n_eval, dtype=dtype, **training)
+params = dict(method=method, noise=noise, corruption=corruption, adapter=adapter, max_length=max_length, answer_length=answer_length, n_eval=n_eval, dtype=dtype, **training)
+if METHODS[method].added:
+    training["precision_lr"] = params["precision_lr"] = precision_lr or lr
 run = dict(exp="squad_noise", dataset=data, model=model.rpartition("/")[2], params=params, seed=seed)
 configuration(params)
 
 # %% [markdown]
-# Questions to learn from, to choose by, and to be asked. Those that are longer than `max_length` are left out of all three: long contexts are another question. The choice and the order are the same for every method and seed.
+# Questions to learn from, to choose by, and to be asked. Those that do not leave room for an answer in `max_length` tokens, and those whose own answer is longer than that room, are left out of all three: long contexts are another question. The choice is the same for every method and seed, and no context of the questions to choose by is learnt from.
 
 # %%
-if data == "squad":
-    taught, asked = load_questions("squad_v1.1_train_part"), load_questions("squad_v1.1_dev")
-else:
+if data == "lookup":
     taught, asked = lookup(400, seed=0), lookup(400, seed=1)
-prepared = prepare(model, method, [q.context for q in taught[:8]], adapter=adapter, max_length=max_length, seed=seed)
-tokenizer, answer_length = prepared.tokenizer, 24
+else:
+    taught, asked = load_questions(data), load_questions("squad_v1.1_dev")
+contexts = list(dict.fromkeys(q.context for q in taught))  # a filter's scales are measured on 16 of them
+prepared = prepare(model, method, contexts[:: max(1, len(contexts) // 16)][:16], adapter=adapter, max_length=max_length, seed=seed)
+tokenizer = prepared.tokenizer
 title(model), prepared.trainable, prepared.filtering
 
 
 # %%
 def that_fit(questions: list, n: int | None = None) -> list:
-    "The questions that leave room for an answer, in an order drawn once, the first n of them."
+    "The questions that fit, in an order drawn once, the first n of them."
     order = np.random.default_rng(0).permutation(len(questions))
-    fit = (questions[i] for i in order if len(prompt_ids(questions[i], tokenizer)) + answer_length <= max_length)
+    fit = (
+        q for q in (questions[i] for i in order)
+        if len(prompt_ids(q, tokenizer)) + answer_length <= max_length and len(answer_ids(q.target, tokenizer)) <= answer_length
+    )  # fmt: skip
     return list(fit) if n is None else [q for q, _ in zip(fit, range(n))]
 
 
 # %%
 taught, asked = that_fit(taught), that_fit(asked, n_eval)
-taught, valid = taught[: -min(100, n_eval)], taught[-min(100, n_eval) :]
+valid = taught[-min(100, n_eval) :]
+held_out = {q.context for q in valid}
+taught = [q for q in taught if q.context not in held_out]
 pd.DataFrame({"questions": [len(taught), len(valid), len(asked)]}, index=["to learn from", "to choose by", "to be asked"])
 
 # %% [markdown]
 # The noise is drawn once per seed, for all methods alike: each label token, the end token included, is replaced with probability $n_p$ by a token drawn from the whole vocabulary; the input stays clean. Or, with `swap`, a share $n_p$ of the questions is told another question's answer.
 
 # %%
+clean = [encode(q, tokenizer, max_length) for q in taught]
 if corruption == "swap":
     examples = [encode(q, tokenizer, max_length) for q in swap_answers(taught, noise, seed)]
 else:
-    examples = corrupt([encode(q, tokenizer, max_length) for q in taught], noise, len(tokenizer), seed)
-clean = [encode(q, tokenizer, max_length) for q in taught]
+    examples = corrupt(clean, noise, len(tokenizer), seed)
 pd.Series({"labels": sum(len(e.answer) for e in clean), "questions with a wrong label": sum(not a.answer.equal(b.answer) for a, b in zip(examples, clean))})
 
 # %%
 collate = Collator(tokenizer)
 folder = checkout() / "runs" / "finetune" / run_key(run) if store else None
-tuned = finetune(prepared.model, examples, collate, method, **training, seed=seed, dtype=dtype, device=device, out_dir=folder, progress=store)
-pd.DataFrame(tuned.losses).set_index("step").round(3).T
+trained = finetune(prepared.model, examples, collate, method, **training, seed=seed, dtype=dtype, out_dir=folder, progress=store)
+pd.DataFrame(trained.losses).set_index("step").round(3).T
 
 # %% [markdown]
 # Uniform noise puts a floor under the training loss (chapter 41), so losses of different $n_p$ do not compare; answers to clean questions do.
 
 # %%
 floor = noise_floor(noise, len(tokenizer)) if corruption == "uniform" else 0.0
-round(floor, 3), round(tuned.losses[-1]["loss"], 3)
+round(floor, 3), round(trained.losses[-1]["loss"], 3)
 
 
 # %%
-def measure(questions: list) -> tuple[dict[str, float], list[str], Scores]:
-    "Scores of greedy answers, and the negative log-likelihood of the true ones."
-    said = answer(prepared.model, tokenizer, questions, max_new_tokens=answer_length)
+def measure(questions: list) -> tuple[dict[str, tuple[float, int]], list[str], Scores]:
+    "Scores of greedy answers with the number of questions; the negative log-likelihood per token of the true answers to the first hundred."
+    with answering(prepared.model, dtype) as lm:
+        said = answer(lm, tokenizer, questions, max_new_tokens=answer_length, batch_size=50)
+        nll = mean_nll(lm, [encode(q, tokenizer, max_length) for q in questions[:100]], collate)
     found = score(said, questions)
-    nll = mean_nll(prepared.model, [encode(q, tokenizer, max_length) for q in questions], collate)
-    return {"em": float(found.exact.mean()), "f1": float(found.f1.mean()), "subspan": float(found.subspan.mean()), "nll": nll}, said, found
+    means = {"em": found.exact.mean(), "f1": found.f1.mean(), "subspan": found.subspan.mean()}
+    return {name: (float(value), len(said)) for name, value in means.items()} | {"nll": (nll, min(100, len(said)))}, said, found
 
 
 # %%
 measured = {"valid": measure(valid), "test": measure(asked)}
-pd.DataFrame({part: m[0] for part, m in measured.items()}).round(3)
+pd.DataFrame({part: {name: value for name, (value, _) in m[0].items()} for part, m in measured.items()}).round(3)
 
 # %% [markdown]
 # The rows of this run, and its answers. They enter the book's results only on request, and never from the tiny model.
 
 # %%
-parts = {part: (found, len(said)) for part, (found, said, _) in measured.items()}
-parts["train"] = ({"loss": tuned.losses[-1]["loss"], "trainable": prepared.trainable, "filtering": prepared.filtering}, len(examples))
-rows = [row for part, (found, n) in parts.items() for row in make_rows(found, **run, split=part, n=n, seconds=round(tuned.seconds, 1), device=place.type, commit=commit())]
+parts = {part: found for part, (found, _, _) in measured.items()}
+parts["train"] = {name: (value, len(examples)) for name, value in (("loss", trained.losses[-1]["loss"]), ("trainable", prepared.trainable), ("filtering", prepared.filtering))}
+device, now = next(prepared.model.parameters()).device.type, commit()
+rows = [
+    row for part, found in parts.items() for name, (value, n) in found.items()
+    for row in make_rows({name: value}, **run, split=part, n=n, seconds=round(trained.seconds, 1), device=device, commit=now)
+]  # fmt: skip
 len(rows)
 
 # %%
@@ -150,11 +167,99 @@ if store and not has_rows(results_folder() / "squad_noise.csv", run):
 # %% [markdown]
 # ## The study
 #
-# No rows are stored yet. The cells of the study are those of the grid; with SmolLM2 each takes about half an hour of one CPU core:
+# From here on nothing of this run is used: everything is read from `data/results`. All of it is made again by
 #
 # ```bash
 # bft models fetch smollm2
 # BFT_DATA=… bft sweep nbs/experiments/grids/squad_noise.yaml -j 2
 # ```
 #
-# The paper's model is one parameter away, on a machine with a GPU: `-p model TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T -p device cuda -p dtype bfloat16`.
+# SmolLM2-135M-Instruct learns from a thousand questions of 44 articles, each seen once, with low-rank matrices beside all its projections; 500 questions of other articles are asked. The same contexts, order, batches, start and steps serve every method of a seed.
+#
+# ### What was chosen, on validation
+#
+# F1 of a hundred questions about contexts that were not learnt from, at $n_p = .3$ and seed 0, by learning rate: the same two rates for every method, and the better one is taken for all its cells.
+
+# %%
+budget = dict(model="smollm2", dataset="squad_v1.1_train_part", corruption="uniform", adapter="lora", max_length=128, steps=250, batch_size=4, n_eval=500)
+stored = study_rows("squad_noise", **budget)
+chosen = {m: tuned(stored, m, noise=0.3) for m in METHODS}
+levels = sorted(stored["noise"].unique()) if len(stored) else []
+cells = {(n, m): rows for n in levels for m in METHODS if len(rows := cell(stored, m, chosen[m], noise=n))}
+(100 * tuning(stored, noise=0.3)).round(1) if len(stored) else "no rows are stored yet"
+
+# %% [markdown]
+# ### The table
+#
+# Exact match and F1 in points of 100 over the test questions and seeds, with a 95 % bootstrap interval over questions; F1 of each seed, which says how far trainings differ; and F1 minus that of SFT, paired by question and seed. Questions about one context are alike, so the intervals are somewhat too narrow.
+
+
+# %%
+def line(noise_level: float, m: str) -> dict[str, str]:
+    "One line of the table."
+    rows = cells[noise_level, m]
+    against = mean(advantage(rows, cells[noise_level, "sft"])) if m != "sft" and (noise_level, "sft") in cells else ""
+    return {"EM": shown(rows, metric="exact"), "F1": shown(rows), "F1 by seed": seeds(rows), "Δ F1 to SFT": against}
+
+
+# %%
+pd.DataFrame({(n, METHODS[m].title): line(n, m) for n, m in cells}).T.rename_axis(["noise", "method"]) if cells else "no rows are stored yet"
+
+# %%
+#| label: fig-noise
+#| fig-cap: "F1 on clean questions after training on labels of which a share is wrong (bars: 95 % interval over questions)."
+#| code-fold: true
+if len(levels) > 1:
+    fig, ax = plt.subplots()
+    methods = [m for m in METHODS if any((n, m) in cells for n in levels)]
+    for i, m in enumerate(methods):
+        at = [(n + 0.004 * (i - (len(methods) - 1) / 2), level(cells[n, m])) for n in levels if (n, m) in cells]
+        bars = [[f.mean - f.low for _, f in at], [f.high - f.mean for _, f in at]]
+        ax.errorbar([x for x, _ in at], [f.mean for _, f in at], bars, fmt="o-", markersize=4, capsize=3, color=COLOUR[ROLES[m]], label=METHODS[m].title)
+    ax.set(xlabel="share of wrong label tokens $n_p$", ylabel="F1 [points of 100]")
+    ax.legend()
+    plt.show()
+
+# %% [markdown]
+# Does the filter's lead over SFT grow with noise? Its lead at each level minus its lead on clean labels, question by question:
+
+# %%
+leads = {n: advantage(cells[n, "bft"], cells[n, "sft"]) for n in levels if {(n, "bft"), (n, "sft")} <= set(cells)}
+growth = {n: mean(leads[n] - leads[0.0]) for n in leads if n and 0.0 in leads}
+pd.Series(growth, name="growth of the lead, F1").rename_axis("noise") if growth else "no rows are stored yet"
+
+# %% [markdown]
+# ### Which answers change
+#
+# Answers that are exactly right, by who gave them, over all shared seeds; then, at the highest stored noise, some that only one of the two got right: what is right can be read off the other column.
+
+# %%
+names = ("BFT", "SFT")
+pd.DataFrame({n: outcomes(cells[n, "bft"], cells[n, "sft"], names) for n in leads}).rename_axis("exactly right") if leads else "no rows are stored yet"
+
+# %%
+changed(cells[max(leads), "bft"], cells[max(leads), "sft"], names) if leads else "no rows are stored yet"
+
+# %% [markdown]
+# ## The paper's size
+#
+# TinyLlama-1.1B on the whole of SQuAD is the same notebook with other parameters, on a machine with a GPU:
+#
+# ```bash
+# M=TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T
+# hf download $M
+# bft run squad_noise -p model $M -p data squad_v1.1_train -p method bft -p noise 0.3 \
+#   -p steps 2000 -p batch_size 16 -p max_length 384 -p n_eval 2000 -p dtype bfloat16 -p store true
+# ```
+#
+# With `--dry-run` it says what it needs and starts nothing. This is what it says here, where the model is not at hand; its parameters are counted on its published configuration:
+
+# %%
+paper = dict(
+    model="TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T", data="squad_v1.1_train", method="bft", noise=0.3,
+    steps=2000, batch_size=16, max_length=384, n_eval=2000, dtype="bfloat16", store=True,
+)  # fmt: skip
+print(report("squad_noise", paper)[0])
+
+# %% [markdown]
+# The memory is that of live tensors, found by counting what two and three layers of this width keep; the profiler's peak for whole models of SmolLM2's shape lies 0 to 6 % above (`bft_nb.plan.memory`). With `bft_blocked` attention (chapter 40), or shorter questions, less of it would be weights of attention.
