@@ -222,7 +222,7 @@ sp.solve(slope.subs(mu, 0), M), sp.solve(slope.subs(spread, 0) / mu**2, M)
 
 # %%
 #| label: fig-sink-course
-#| fig-cap: "Left: a sink of mass m caps the effective sample size at 1/m². Right: as a head of 256 other keys closes into a sink, the precision of what it observes falls to that of one key (claims as large as the scatter, r = 1), or falls and rises again (small claims)."
+#| fig-cap: "Left: a sink of mass m caps the effective sample size at 1/m² (line: m = .3). Right: as a head of 256 other keys closes into a sink, the precision of what it observes falls to that of one key (claims as large as the scatter, r = 1), or falls and rises again (small claims)."
 #| code-fold: true
 mass = torch.linspace(0, 1, 201)
 fig, (left, right) = plt.subplots(1, 2, figsize=(7.5, 3))
@@ -274,14 +274,14 @@ def gain_at(length: Tensor, weight: float, claim: float, lam: float = 1.0) -> Te
 
 # %%
 #| label: fig-sink-length
-#| fig-cap: "The gain of a head without a sink (c = 1) follows the context at every length; that of a sink head stands still until the context is longer than the sink is heavy. Prior precision 1/s², claims s₀² = s² (left) and s²/20 (right)."
+#| fig-cap: "The gain of a broad head (c = 1) follows the context at every length; that of a sink head stands still until the context is longer than the sink is heavy. Prior precision 1/s²."
 #| code-fold: true
 length = torch.logspace(0, 5, 121)
 fig, axes = plt.subplots(1, 2, figsize=(7.5, 2.8), sharey=True)
-for ax, claim in zip(axes, (1.0, 0.05)):
+for ax, claim, name in zip(axes, (1.0, 0.05), ("claims s₀² = s²", "claims s₀² = s²/20")):
     for weight, role, style in ((1.0, "posterior", "-"), (30.0, "other", "--"), (1000.0, "baseline", "-.")):
         ax.plot(length, gain_at(length, weight, claim), style, color=COLOUR[role], label=f"c = {weight:g}")
-    ax.set(xscale="log", ylim=(0.3, 1.03), xlabel="length T of the context [keys]", title=f"s₀² = {claim:g} s²")
+    ax.set(xscale="log", ylim=(0.3, 1.03), xlabel="length T of the context [keys]", title=name)
 axes[0].set_ylabel("gain K")
 axes[0].legend(fontsize=8)
 plt.show()
@@ -430,7 +430,8 @@ def watching(
         def attend_and_tell(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **kwargs: Any) -> Any:
             out = attend(module, q, k, v, mask, **kwargs)
             if id(module) in ours:
-                receive(module.layer_idx, read_call(q, k, v, mask, kwargs), out[1])
+                with torch.autocast(q.device.type, enabled=False):
+                    receive(module.layer_idx, read_call(q, k, v, mask, kwargs), out[1])
             return out
 
         return attend_and_tell
