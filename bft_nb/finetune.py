@@ -1,6 +1,6 @@
-"""Fine-tuning a language model to answer questions, plain or filtering, by `transformers.Trainer` alone.
+"""Fine-tuning a language model to answer questions, plain, filtering or gated, by `transformers.Trainer` alone.
 
-What a method is: `METHODS`. All share data, prompts, adapter, batches, steps and schedule; a filtering model differs by its layers,
+What a method is: `METHODS`. All share data, prompts, adapter, batches, steps and schedule; a filtering or gated model differs by its layers,
 focal and GCE by their loss.
 """
 
@@ -27,15 +27,17 @@ class Method(NamedTuple):
     "A way of fine-tuning."
 
     loss: str  # a name of `bft_nb.qa.LOSSES`
-    bft: bool  # are the layers filtering ones?
+    added: str  # name of the modules that a conversion adds to the layers: "bft", "gate", or "" for none
     title: str
 
 
 METHODS: dict[str, Method] = {
-    "sft": Method("ce", False, "SFT"),
-    "focal": Method("focal", False, "focal loss"),
-    "gce": Method("gce", False, "GCE"),
-    "bft": Method("ce", True, "BFT"),
+    "sft": Method("ce", "", "SFT"),
+    "focal": Method("focal", "", "focal loss"),
+    "gce": Method("gce", "", "GCE"),
+    "bft": Method("ce", "bft", "BFT"),
+    "headwise": Method("ce", "gate", "headwise gate"),
+    "elementwise": Method("ce", "gate", "elementwise gate"),
 }
 ADAPTERS = ("lora", "full")
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -47,7 +49,7 @@ class Prepared(NamedTuple):
     model: Any
     tokenizer: Any
     trainable: int  # parameters
-    filtering: int  # parameters of the filter among them
+    filtering: int  # parameters of the filter, or of the gates, among them
 
 
 def prepare(
@@ -62,28 +64,34 @@ def prepare(
     seed: int = 0,  # of the low-rank matrices
     **start: Any,  # of the filter: keywords of `bft_nb.llama.convert`
 ) -> Prepared:
-    "Load, convert and calibrate where the method filters, add the adapter. Raises `ValueError` for unknown names, and what `load_model` does."
+    "Load, convert and calibrate where the method filters, convert where it has gates, add the adapter. Raises `ValueError` for unknown names, and what `load_model` does."
     check_option("method", method, METHODS)
     check_option("adapter", adapter, ADAPTERS)
     check_count("rank", rank)
     model, tokenizer = load_model(name, dtype)
-    filtering = 0
-    if METHODS[method].bft:
-        from bft_nb.llama import calibrate, convert, layer_filters
+    saved, filtering = METHODS[method].added, 0
+    if saved == "gate":
+        from bft_nb.gates import convert_gated
+
+        convert_gated(model, method)
+    elif saved == "bft":
+        from bft_nb.llama import calibrate, convert
 
         if not calibration:
             raise ValueError("calibration must hold one text at least: the filter's scales are measured on it")
         batch = tokenizer(list(calibration), return_tensors="pt", padding=True, truncation=True, max_length=max_length)
         calibrate(convert(model, **start), batch)
-        filtering = sum(p.numel() for part in layer_filters(model) for p in part.parameters())
+    if saved:
+        from bft_nb.llama import added
+
+        filtering = sum(p.numel() for part in added(model) for p in part.parameters())
     torch.manual_seed(seed)
     if adapter == "lora":
         from peft import LoraConfig, get_peft_model
 
-        saved = ["bft"] if METHODS[method].bft else None
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)  # peft asks by the old name
-            model = get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=PROJECTIONS, modules_to_save=saved, task_type="CAUSAL_LM"))
+            model = get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=PROJECTIONS, modules_to_save=[saved] if saved else None, task_type="CAUSAL_LM"))
     return Prepared(model, tokenizer, sum(p.numel() for p in model.parameters() if p.requires_grad), filtering)
 
 
@@ -94,9 +102,9 @@ class Tuned(NamedTuple):
     seconds: float  # wall clock of this call, what a resumed run did before is not in it
 
 
-def _groups(model: nn.Module, bft: bool, lr: float) -> list[dict[str, Any]]:
+def _groups(model: nn.Module, converted: bool, lr: float) -> list[dict[str, Any]]:
     "What the optimiser is given, without weight decay."
-    if bft:
+    if converted:
         from bft_nb.llama import parameter_groups
 
         return parameter_groups(model, lr, weight_decay=0.0)
@@ -139,7 +147,7 @@ def finetune(
         )  # fmt: skip
         trainer = Trainer(
             model.train(), arguments, train_dataset=list(examples), data_collator=collate, compute_loss_func=loss_func(METHODS[method].loss),
-            optimizers=(torch.optim.AdamW(_groups(model.to(place), METHODS[method].bft, lr)), None),
+            optimizers=(torch.optim.AdamW(_groups(model.to(place), bool(METHODS[method].added), lr)), None),
         )  # fmt: skip
         trainer.remove_callback(PrinterCallback)
         checkpoint = _last(out_dir)

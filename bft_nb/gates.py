@@ -7,7 +7,7 @@ __all__ = ['GATES', 'GATE_SETTINGS', 'GATED', 'GATED_FAMILIES', 'GATING', 'Gated
            'GatedLlamaForCausalLM', 'GatedMistralConfig', 'GatedMistralModel', 'GatedMistralForCausalLM',
            'GatedQwen2Config', 'GatedQwen2Model', 'GatedQwen2ForCausalLM', 'GatedQwen3Config', 'GatedQwen3Model',
            'GatedQwen3ForCausalLM', 'GatedSmolLM3Config', 'GatedSmolLM3Model', 'GatedSmolLM3ForCausalLM', 'check_gate',
-           'Gate', 'QueryGate', 'SinkGate', 'causal', 'gated_attention', 'GatedAttention', 'Gated', 'GatedModel',
+           'Gate', 'QueryGate', 'causal', 'SinkGate', 'gated_attention', 'GatedAttention', 'Gated', 'GatedModel',
            'GatedForCausalLM', 'make_gated', 'gated_name', 'convert_gated', 'trace_gates']
 
 # %% ../nbs/42_gates.ipynb #2b700fee
@@ -26,7 +26,6 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from .core import check_option
-from .kalman import at_least_float32
 from .llama import Added, Conversion, Converted, Family, adopt, become, converted_config, listening, make_family
 
 # %% ../nbs/42_gates.ipynb #93d2ceb0
@@ -73,6 +72,16 @@ class QueryGate(Gate):
         self.report(gate)
         return e * gate.to(e.dtype), w
 
+# %% ../nbs/42_gates.ipynb #975cfac2
+def causal(
+    q: Float[Tensor, "b h t k"],
+    k: Float[Tensor, "b g j k"],
+) -> Bool[Tensor, "1 1 t j"]:
+    "The mask that transformers leaves out where torch makes it: the first query sees the first key, a single one (of a cache) all keys."
+    t, j = q.shape[-2], k.shape[-2]
+    visible = torch.ones(t, j, dtype=torch.bool, device=q.device)
+    return (visible.tril() if t > 1 else visible)[None, None]
+
 # %% ../nbs/42_gates.ipynb #49f1137e
 class SinkGate(Gate):
     "One logit per head that takes its share of the softmax and carries no value, (42.2)."
@@ -96,15 +105,6 @@ class SinkGate(Gate):
         e, w = attend(q, k, v, F.pad(mask, (0, 1), value=True if mask.dtype == torch.bool else 0.0))
         self.report(e[..., -1:])
         return e[..., :-1], None if w is None else w[..., :-1]
-
-# %% ../nbs/42_gates.ipynb #975cfac2
-def causal(
-    q: Float[Tensor, "b h t k"],
-    k: Float[Tensor, "b g j k"],
-) -> Bool[Tensor, "1 1 t j"]:
-    "The mask that transformers leaves out where it is the causal one: the last query sees all keys."
-    t, j = q.shape[-2], k.shape[-2]
-    return torch.ones(t, j, dtype=torch.bool, device=q.device).tril(j - t)[None, None]
 
 # %% ../nbs/42_gates.ipynb #7069deab
 def gated_attention(module, query, key, value, attention_mask, scaling, gating: tuple[nn.Module, Tensor] | None = None, *, attend, **kwargs) -> tuple[Tensor, Tensor | None]:

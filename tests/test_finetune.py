@@ -34,7 +34,8 @@ def test_every_method_trains(method, adapter, questions):
     assert [row["step"] for row in tuned.losses] == [1, 2, 3, 4] and all(row["loss"] > 0 for row in tuned.losses)
     changed = [name for name, p in weights(made.model).items() if not torch.equal(p, before[name])]
     assert any("lora_B" in name for name in changed) == (adapter == "lora")
-    assert any(".bft." in name for name in changed) == (made.filtering > 0) == METHODS[method].bft
+    assert {module for module in ("bft", "gate") if any(f".{module}." in name for name in changed)} == {METHODS[method].added} - {""}
+    assert (made.filtering > 0) == bool(METHODS[method].added)
     assert made.trainable == sum(p.numel() for p in before.values())
 
 
@@ -44,7 +45,7 @@ def test_methods_share_the_start_of_the_adapter(questions):
     assert of(a).keys() == of(b).keys() and all(torch.equal(p, of(b)[name]) for name, p in of(a).items())
 
 
-@pytest.mark.parametrize("method", ["sft", "bft"])
+@pytest.mark.parametrize("method", ["sft", "bft", "headwise"])
 def test_a_killed_run_goes_on(method, questions, tmp_path, monkeypatch):
     run = QUICK | dict(steps=8)
     whole, examples, collate = ready(method, questions)

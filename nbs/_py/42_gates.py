@@ -16,7 +16,7 @@
 
 # %% [markdown]
 # **So far** the gain of the Kalman update decides how much of what attention found enters the stream. **Now** come two simpler devices for the same purpose, which large models use: a sigmoid gate [@qiu2025gated] and a learned logit in the softmax's denominator [@openai2025gptoss].
-# **Why** they belong here: softmax weights sum to one, so a head that has nothing to say must still attend somewhere, and it learns to attend to a first token that carries little (an *attention sink* [@xiao2024sinks]). Whoever wants to know what a gain of the filter's kind is good for has to compare it with these. The next chapter measures; this one builds.
+# **Why** they belong here: softmax weights sum to one, so a head that has nothing to say must attend somewhere all the same, and models learn to attend to the first token for that (an *attention sink* [@xiao2024sinks]). What a Kalman gain is good for shows only beside these. This chapter builds them, the next one measures.
 
 # %%
 #| hide
@@ -44,7 +44,6 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from bft_nb.core import check_option
-from bft_nb.kalman import at_least_float32
 from bft_nb.llama import Added, Conversion, Converted, Family, adopt, become, converted_config, listening, make_family
 
 # %%
@@ -58,8 +57,10 @@ from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, 
 from transformers.utils import logging
 
 from bft_nb.figures import COLOUR, use_style
-from bft_nb.llama import convert, parameter_groups
+from bft_nb.kalman import gain
+from bft_nb.llama import added, convert, parameter_groups
 from bft_nb.models import tiny_llama, tiny_tokenizer
+from bft_nb.reml import observation_variance
 from bft_nb.symbolic import prove
 
 # %%
@@ -70,7 +71,7 @@ logging.set_verbosity_error()
 # %% [markdown]
 # ## A gate on what attention found
 #
-# Between the weighted mean $e_t$ of a head and the output projection stands a factor that the token itself decides on **[P of Qiu et al.]**: a sigmoid of a linear map of $x_t$, the normalised input of attention, from which the query is made too. Either one number per head (*headwise*) or one per channel of each head (*elementwise*):
+# Of the places where a gate may stand, Qiu et al. found one the best: behind the weighted mean $e_t$ of a head and in front of the output projection. The token that asks decides on it, by a sigmoid of a linear map of $x_t$, the normalised input of attention from which the query is made too. There is either one number per head (*headwise*) or one per channel of each head (*elementwise*):
 #
 # $$e'_{t} = g_t \circ e_t, \qquad g_t = 2\,\sigma(W_g\, x_t), \qquad W_g = 0 \text{ at the start} \tag{42.1}$$
 #
@@ -107,40 +108,65 @@ with_sink = sum(sp.exp(x) * y for x, y in zip(l, v)) / (sp.exp(s) + total)
 prove(with_sink - plain_mean * sigma.subs(a, sp.log(total) - s))
 
 # %% [markdown]
-# The difference between the two gates is what they see. (42.1) sees the token that asks, and no other. (42.3) sees the keys: among $n$ keys whose logits are $\ell$, $L = \ell + \log n$, and the gate opens as the context grows,
+# At what $s$ is a pretrained model left alone? At $s = -\infty$, which is no number to learn from. At a finite $s$ every output shrinks by the share $1 - g$ that goes to no token, and with the same share vanishes the gradient that $s$ gets:
+
+# %%
+opening = sigma.subs(a, sp.log(total) - s)
+prove(sp.diff(opening, s) + opening * (1 - opening))
+
+# %% [markdown]
+# So a sink logit either changes the model or has next to no gradient. We start at $s = 0$ **[D]**, meant for models trained from nothing: their logits are near zero, and they start as if there were one token more, whose value is zero. For a pretrained model that is a change, and the larger the smaller $L$ is; that of a text's first token is the logit of itself alone.
+#
+# ## Three sigmoids
+#
+# The Kalman gain (40.1) is a sigmoid as well:
+#
+# $$K = \frac{1}{1 + \beta\lambda/\lambda_{\text{obs}}} = \sigma\big(\log\lambda_{\text{obs}} - \log\beta\lambda\big) \tag{42.4}$$
+
+# %%
+prior, lam_obs = sp.symbols("lambda_prior lambda_obs", positive=True)  # βλ and λ_obs
+prove(1 / (1 + prior / lam_obs) - sigma.subs(a, sp.log(lam_obs) - sp.log(prior)))
+
+# %% [markdown]
+# The first two act on what a head has found, the third on each feature of the stream, but what sets them apart is what they look at:
+#
+# | | sigmoid of | sees | range |
+# |---|---|---|---|
+# | query gate (42.1) | $W_g x_t$ | the token that asks | $(0, 2)$ |
+# | sink logit (42.3) | $L_t - s$ | how well and how many keys match | $(0, 1)$ |
+# | Kalman gain (42.4) | $\log\lambda_{\text{obs},t} - \log\beta\lambda_t$ | how many keys count and how far their values agree, against what is known | $(0, 1)$ |
+#
+# Among $n$ keys with one logit $\ell$, $L = \ell + \log n$, and a sink's gate opens as the context grows:
 
 # %%
 n = sp.symbols("n", positive=True)
 of_n = sigma.subs(a, sp.log(n) + l[0] - s)
 prove(of_n - n / (n + sp.exp(s - l[0]))), sp.limit(of_n, n, sp.oo)
 
+# %% [markdown]
+# So does the gain, since $1/\lambda_{\text{obs}} = \kappa(\kappa s_0^2 + S)$ with $\kappa = 1/n$ (11.9), as long as $S$ and $\lambda$ stay what they are. A query gate can follow the context only through what earlier layers have written into $x_t$.
+
 # %%
 #| label: fig-length
-#| fig-cap: "A sink logit is a gate that opens with the number of keys; a gate on the query has no way to know it."
+#| fig-cap: "A sink's gate and a Kalman gain open with the number of keys; a gate on the query does not depend on it."
 #| code-fold: true
 fig, ax = plt.subplots()
 keys = 2.0 ** torch.arange(0, 11)
-for logit, style in ((0.0, "-"), (2.0, "--"), (4.0, ":")):
-    ax.plot(keys, keys / (keys + math.exp(logit)), style, color=COLOUR["posterior"], label=f"sink logit s = {logit:g}")
+one = torch.ones(())
+for logit, style in ((0.0, "-"), (4.0, "--")):
+    ax.plot(keys, (keys.log() - logit).sigmoid(), style, color=COLOUR["posterior"], label=f"sink logit s = {logit:g}")
+for lam, style in ((1.0, "-"), (30.0, "--")):
+    ax.plot(keys, gain(lam * one, 1 / observation_variance(one, 1 / keys, one)), style, color=COLOUR["prior"], label=f"gain, βλ = {lam:g}, S = s₀² = 1")
 ax.axhline(0.5, color=COLOUR["baseline"], label="query gate, $W_g x$ = −1.1")
-ax.set(xlabel="keys n, all with logit 0", ylabel="gate g", xscale="log", ylim=(0, 1.02))
+ax.set(xlabel="keys n, all with logit 0", ylabel="factor", ylim=(0, 1.02))
 ax.set_xscale("log", base=2)
 ax.legend(fontsize=8)
 plt.show()
 
 # %% [markdown]
-# At what $s$ is a pretrained model left alone? At $s = -\infty$, which is no number to learn from. At a finite $s$ every output shrinks by the share $1 - g = \sigma(s - L)$ that goes to no token, and by that share shrinks the gradient that $s$ gets:
-
-# %%
-gate = sigma.subs(a, sp.log(total) - s)
-prove(sp.diff(gate, s) + gate * (1 - gate))
-
-# %% [markdown]
-# We start at $s = 0$: a model that is trained from nothing has logits near zero, and starts as if there were one token more, whose value is zero. For a pretrained model that is a change, the smaller the longer the context, and how large depends on its $L$; a start at $-10$ or below keeps the function to within rounding where $L \ge 0$, and learns slowly.
-#
 # ## In the layer
 #
-# One module per layer again, in the attention and under the name `gate`: peft saves it with `modules_to_save=["gate"]`. It is called *around* the attention function, which it gets as an argument.
+# One module per layer again, under the name `gate` in its attention: peft saves it with `modules_to_save=["gate"]`. It is called *around* the attention function, which it gets as an argument.
 
 # %%
 #| exports
@@ -199,6 +225,18 @@ class QueryGate(Gate):
 
 # %%
 #| exports
+def causal(
+    q: Float[Tensor, "b h t k"],
+    k: Float[Tensor, "b g j k"],
+) -> Bool[Tensor, "1 1 t j"]:
+    "The mask that transformers leaves out where torch makes it: the first query sees the first key, a single one (of a cache) all keys."
+    t, j = q.shape[-2], k.shape[-2]
+    visible = torch.ones(t, j, dtype=torch.bool, device=q.device)
+    return (visible.tril() if t > 1 else visible)[None, None]
+
+
+# %%
+#| exports
 class SinkGate(Gate):
     "One logit per head that takes its share of the softmax and carries no value, (42.2)."
 
@@ -221,17 +259,6 @@ class SinkGate(Gate):
         e, w = attend(q, k, v, F.pad(mask, (0, 1), value=True if mask.dtype == torch.bool else 0.0))
         self.report(e[..., -1:])
         return e[..., :-1], None if w is None else w[..., :-1]
-
-
-# %%
-#| exports
-def causal(
-    q: Float[Tensor, "b h t k"],
-    k: Float[Tensor, "b g j k"],
-) -> Bool[Tensor, "1 1 t j"]:
-    "The mask that transformers leaves out where it is the causal one: the last query sees all keys."
-    t, j = q.shape[-2], k.shape[-2]
-    return torch.ones(t, j, dtype=torch.bool, device=q.device).tril(j - t)[None, None]
 
 
 # %% [markdown]
@@ -404,12 +431,28 @@ with torch.no_grad():
     assert all(torch.equal(convert_gated(tiny(), gate)(**batch).logits, plain) for gate in ("headwise", "elementwise"))
 
 # %% [markdown]
-# A sink logit does not, unless it is far below all others:
+# A sink logit leaves it alone only where it is far below all other logits. Beside the largest change of an output, the gradient that the sinks get:
 
 # %%
-with torch.no_grad():
-    change = {s: (convert_gated(tiny(), "sink", sink=s)(**batch).logits - plain).abs().max().item() for s in (0.0, -5.0, -10.0, -20.0)}
-change
+found = {}
+for start in (0.0, -5.0, -10.0, -20.0):
+    model = convert_gated(tiny(), "sink", sink=start)
+    out = model(**batch, labels=batch["input_ids"])
+    out.loss.backward()
+    found[start] = {"change of logits": (out.logits - plain).abs().max().item(), "gradient": max(part.logit.grad.abs().max().item() for part in added(model, Gate))}
+pd.DataFrame(found).T.rename_axis("s").map("{:.0e}".format)
+
+# %% [markdown]
+# What they cost, in TinyLlama's shape (22 layers of 2,048 features, 32 heads), built without memory:
+
+# %%
+shape = dict(hidden_size=2048, intermediate_size=5632, num_hidden_layers=22, num_attention_heads=32, num_key_value_heads=4, vocab_size=32000)
+costs = {}
+for kind in GATES:
+    with torch.device("meta"):
+        big = GatedLlamaForCausalLM(GatedLlamaConfig(**shape, gate=kind))
+    costs[kind] = sum(p.numel() for part in added(big, Gate) for p in part.parameters())
+pd.DataFrame({"parameters": costs, "share, %": {kind: 100 * n / big.num_parameters() for kind, n in costs.items()}}).round(4)
 
 # %% [markdown]
 # ## Trace
@@ -428,6 +471,107 @@ def trace_gates(
     return found
 
 
+# %% [markdown]
+# At the start the query gates are 1 everywhere. In the first layer of the tiny model, sinks at $s = 0$ take between a third and four fifths of the first token's attention, and less than a tenth of the ninth's:
+
 # %%
-opening = trace_gates(convert_gated(tiny(), "sink"), input_ids=ids)[0]
-opening[0, :, :, 0].T
+assert all((g == 1).all() for g in trace_gates(gated, **batch))
+pd.DataFrame(trace_gates(convert_gated(tiny(), "sink"), input_ids=ids)[0][0, :, :, 0].T).round(2).rename_axis("head").rename_axis("token", axis=1)
+
+# %% [markdown]
+# ## Train, save, load
+#
+# `parameter_groups` of chapter 40 gives the gates a learning rate of their own and no weight decay. After a few steps the model is another, and it is saved and loaded like any other:
+
+# %%
+optimizer = torch.optim.AdamW(parameter_groups(gated, lr=1e-4, precision_lr=1e-2))
+for _ in range(5):
+    gated(**batch, labels=batch["input_ids"]).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+with tempfile.TemporaryDirectory() as folder:
+    gated.save_pretrained(folder)
+    loaded = AutoModelForCausalLM.from_pretrained(folder).eval()
+with torch.no_grad():
+    assert torch.equal(loaded(**batch).logits, gated(**batch).logits)
+type(loaded).__name__, [round(g.std().item(), 3) for g in trace_gates(loaded, **batch)]
+
+# %% [markdown]
+# ## How it fails
+#
+# The families are those of chapter 40, and a model has a filter or gates, not both. (A gate behind the filter's mean would have to shrink the variance by its square as well, or the gain would be that of another observation.)
+
+# %%
+other = Gemma2ForCausalLM(Gemma2Config(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1, head_dim=8, pad_token_id=0))
+test_fail(lambda: convert_gated(other), contains="SmolLM3ForCausalLM, got Gemma2ForCausalLM")
+test_fail(lambda: convert_gated(convert(tiny())), contains="got BFTLlamaForCausalLM")
+test_fail(lambda: convert(convert_gated(tiny())), contains="got GatedLlamaForCausalLM")
+test_fail(lambda: convert_gated(tiny(), "each"), contains="'headwise', 'elementwise', 'sink', got 'each'")
+test_fail(lambda: convert_gated(tiny(), "sink", sink=-math.inf), contains="gate_sink must be a finite number")
+test_fail(lambda: trace_gates(tiny(), **batch), contains="has no gates")
+
+# %% [markdown]
+# An attention function without a gate would leave it out in silence, so the layer looks at the name:
+
+# %%
+wrong = convert_gated(tiny())
+wrong.config._attn_implementation = "sdpa"
+test_fail(lambda: wrong(**batch), contains="must be one of 'gated_eager', 'gated_sdpa', got 'sdpa'")
+
+# %% [markdown]
+# ## Assumptions, and where they break
+#
+# - "To the last bit" holds for query gates, against the attention function that the model had. Other functions than `eager` and `sdpa` are refused: nothing in principle stands against a gate around them, but none has been tried.
+# - A sink makes heads one channel wider and needs a mask even where the plain model leaves that to the kernel; kernels made for widths in multiples of eight may be slower.
+# - Dropout on the weights reaches the channel of ones, so in training mode the reported gate of a sink is noisy.
+# - Qwen3-Next, gpt-oss and their like were *trained* with these devices. A gate added to a finished model starts from heads that have learned their sinks long ago.
+# - $W_g$ has no bias, and starts at zero also where a model is trained from nothing; Qiu et al. use $\sigma$ without our factor of two.
+#
+# ## Summary
+#
+# - `convert_gated` gives a pretrained Llama, Mistral, Qwen2, Qwen3 or SmolLM3 a gate per head or channel, or a sink logit per head, in place; attention runs in the kernels it had, and peft, caches, checkpointing and saving work as before.
+# - Query gates start as the plain model to the last bit and have a gradient from the first step. A sink logit has the one as far as it lacks the other.
+# - A sink logit is a gate whose input is the log-denominator of the softmax. It, the query gate and the Kalman gain are three sigmoids of different evidence, and two of them follow the length of the context by construction.
+#
+# ## Exercises
+#
+# **1.** A gate that is the same for all tokens would be no gate. Into which weights does it vanish?
+#
+# <details><summary>Answer</summary>
+#
+# Into the columns of the output projection: $W_O\,(g \circ e) = (W_O\,\mathrm{diag}\, g)\, e$.
+
+# %%
+e, g, w_o = torch.randn(5, 8), torch.rand(8), torch.randn(6, 8)
+torch.testing.assert_close(F.linear(e * g, w_o), F.linear(e, w_o * g))
+
+# %% [markdown]
+# </details>
+#
+# **2.** Write a sink logit as a first token that every query sees. What are its key and its value?
+#
+# <details><summary>Answer</summary>
+#
+# Its value is zero and its key $k_0$ such that $q \cdot k_0 / \sqrt{k} = s$ for *all* $q$, which no key does, unless the queries have a constant channel. Without one, the nearest thing is a token whose key most queries agree on.
+
+# %%
+q, k, v = torch.randn(1, 1, 5, 4), torch.randn(1, 1, 5, 4), torch.randn(1, 1, 5, 4)
+constant = torch.cat([q, torch.full((1, 1, 5, 1), 0.7)], -1)  # s = 0.7, with a scaling of 1
+token = torch.tensor([0.0, 0, 0, 0, 1]).expand(1, 1, 1, 5)
+w = (constant @ torch.cat([token, F.pad(k, (0, 1))], -2).mT).softmax(-1)
+torch.testing.assert_close(w[..., 1:] @ v, (q @ k.mT).softmax(-1) @ v * ((q @ k.mT).logsumexp(-1, keepdim=True) - 0.7).sigmoid())
+
+# %% [markdown]
+# </details>
+#
+# **3.** At which number of keys with equal logits $\ell$ is a sink's gate one half?
+#
+# <details><summary>Answer</summary>
+#
+# At $n = e^{s - \ell}$: a sink logit counts for that many tokens.
+
+# %%
+prove(of_n.subs(n, sp.exp(s - l[0])) - sp.Rational(1, 2))
+
+# %% [markdown]
+# </details>
