@@ -9,10 +9,11 @@ import io
 import math
 import tempfile
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -20,7 +21,7 @@ from bft_nb.core import check_count, check_option, check_positive
 from bft_nb.models import load_model
 from bft_nb.qa import Collator, Example, loss_func
 
-__all__ = ["ADAPTERS", "METHODS", "Method", "Prepared", "Tuned", "finetune", "prepare"]
+__all__ = ["ADAPTERS", "DTYPES", "METHODS", "Method", "Prepared", "Tuned", "answering", "finetune", "length_grouped", "prepare"]
 
 
 class Method(NamedTuple):
@@ -38,8 +39,10 @@ METHODS: dict[str, Method] = {
     "bft": Method("ce", "bft", "BFT"),
     "headwise": Method("ce", "gate", "headwise gate"),
     "elementwise": Method("ce", "gate", "elementwise gate"),
+    "sink": Method("ce", "gate", "sink logits"),
 }
 ADAPTERS = ("lora", "full")
+DTYPES = ("float32", "bfloat16")  # of a step: float32 throughout, or autocast
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
@@ -102,13 +105,27 @@ class Tuned(NamedTuple):
     seconds: float  # wall clock of this call, what a resumed run did before is not in it
 
 
-def _groups(model: nn.Module, converted: bool, lr: float) -> list[dict[str, Any]]:
+def _groups(model: nn.Module, converted: bool, lr: float, precision_lr: float | None) -> list[dict[str, Any]]:
     "What the optimiser is given, without weight decay."
     if converted:
         from bft_nb.llama import parameter_groups
 
-        return parameter_groups(model, lr, weight_decay=0.0)
+        return parameter_groups(model, lr, precision_lr, weight_decay=0.0)
     return [{"params": [p for p in model.parameters() if p.requires_grad], "lr": lr, "weight_decay": 0.0}]
+
+
+def length_grouped(lengths: Sequence[int], n_batches: int, batch_size: int, seed: int = 0) -> list[int]:
+    """Indices of the examples of so many batches, in order: each example once before any comes again, rows of similar length together.
+
+    Examples are shuffled, every fifty batches' worth is sorted by length, and these batches are shuffled among themselves.
+    """
+    rng, drawn = np.random.default_rng(seed), np.empty(0, dtype=int)
+    while len(drawn) < n_batches * batch_size:
+        drawn = np.concatenate([drawn, rng.permutation(len(lengths))])
+    drawn = drawn[: n_batches * batch_size]
+    blocks = [drawn[at : at + 50 * batch_size] for at in range(0, len(drawn), 50 * batch_size)]
+    ordered = np.concatenate([b[np.argsort(np.asarray(lengths)[b], kind="stable")] for b in blocks]).reshape(n_batches, batch_size)
+    return np.concatenate([rng.permutation(ordered[at : at + 50]) for at in range(0, n_batches, 50)]).ravel().tolist()
 
 
 def finetune(
@@ -119,6 +136,7 @@ def finetune(
     *,
     steps: int,
     lr: float,  # at its highest: it rises over a twentieth of the steps and falls linearly to zero
+    precision_lr: float | None = None,  # of what only a filter has; None: the same
     batch_size: int = 4,
     seed: int = 0,  # order of examples and dropout
     dtype: str = "float32",  # "bfloat16": autocast
@@ -132,22 +150,24 @@ def finetune(
     from bft_nb.training import resolve_device
 
     check_option("method", method, METHODS)
+    check_option("dtype", dtype, DTYPES)
     for name, value in {"steps": steps, "batch_size": batch_size}.items():
         check_count(name, value)
     check_positive("lr", lr)
     if not len(examples):
         raise ValueError("examples must hold one at least")
     place = resolve_device(device)
+    order = length_grouped([len(e.input_ids) for e in examples], steps, batch_size, seed)
     with tempfile.TemporaryDirectory() as scratch:
         arguments = TrainingArguments(
             output_dir=str(out_dir or scratch), max_steps=steps, per_device_train_batch_size=batch_size, seed=seed, data_seed=seed, bf16=dtype == "bfloat16",
             use_cpu=place.type == "cpu", lr_scheduler_type="linear", warmup_steps=math.ceil(steps / 20), max_grad_norm=1.0, logging_steps=max(1, steps // 20),
             save_strategy="steps" if out_dir else "no", save_steps=max(1, steps // 4), save_total_limit=2, report_to="none", disable_tqdm=not progress,
-            remove_unused_columns=False, label_names=["labels"], dataloader_pin_memory=False,
+            remove_unused_columns=False, label_names=["labels"], dataloader_pin_memory=False, train_sampling_strategy="sequential",
         )  # fmt: skip
         trainer = Trainer(
-            model.train(), arguments, train_dataset=list(examples), data_collator=collate, compute_loss_func=loss_func(METHODS[method].loss),
-            optimizers=(torch.optim.AdamW(_groups(model.to(place), bool(METHODS[method].added), lr)), None),
+            model.train(), arguments, train_dataset=[examples[i] for i in order], data_collator=collate, compute_loss_func=loss_func(METHODS[method].loss),
+            optimizers=(torch.optim.AdamW(_groups(model.to(place), bool(METHODS[method].added), lr, precision_lr)), None),
         )  # fmt: skip
         trainer.remove_callback(PrinterCallback)
         checkpoint = _last(out_dir)
@@ -163,3 +183,21 @@ def _last(out_dir: str | Path | None) -> str | None:
     from transformers.trainer_utils import get_last_checkpoint
 
     return get_last_checkpoint(str(out_dir)) if out_dir and Path(out_dir).is_dir() else None
+
+
+@contextlib.contextmanager
+def answering(
+    model: nn.Module,  # tuned
+    dtype: str = "float32",  # as in training
+) -> Iterator[nn.Module]:
+    "The model as it is asked: low-rank matrices added to the weights they stand beside (taken out again at the end), computing in the precision it was trained in."
+    check_option("dtype", dtype, DTYPES)
+    adapted = hasattr(model, "merge_adapter")
+    if adapted:
+        model.merge_adapter()
+    try:
+        with torch.autocast(next(model.parameters()).device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
+            yield model
+    finally:
+        if adapted:
+            model.unmerge_adapter()

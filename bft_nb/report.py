@@ -63,7 +63,7 @@ def seed_ranks(
     "Stored ranks of every seed of a cell."
     paths = [ranks_path((folder or results_folder()) / "ranks", run, split) for run in runs_of(rows)]
     if not paths:
-        raise ValueError("no stored run matches: the rows are empty")
+        raise ValueError("no stored run matches: no rows, or no seed that both cells have")
     ranks = [load_ranks(p) for p in paths]
     if len({len(r) for r in ranks}) > 1:
         raise ValueError(f"the seeds were evaluated on different users: {[len(r) for r in ranks]} of them")
@@ -80,7 +80,8 @@ def compare(
     relative: bool = False,  # in percent of the baseline's mean of the group
     candidate_split: str | None = None,  # where the candidate's ranks are stored, if not under `split`
 ) -> dict[str, Difference]:  # keys "all", and per group: "0" (rarest) … "3"
-    "Candidate minus baseline, averaged over seeds, with a bootstrap interval over users (the same users in both)."
+    "Candidate minus baseline, averaged over the seeds that both have, with a bootstrap interval over users (the same in both); `ValueError` if they share no seed."
+    candidate, baseline = (rows[rows["seed"].isin(others["seed"])] for rows, others in ((candidate, baseline), (baseline, candidate)))
     (a, strata), (b, other) = seed_ranks(candidate, candidate_split or split, folder, groups), seed_ranks(baseline, split, folder, groups)
     if not np.array_equal(strata, other):
         raise ValueError("the two cells were evaluated on different users or strata")

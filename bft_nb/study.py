@@ -1,7 +1,7 @@
 """What the pages of the recommendation study share: which stored rows make a cell, and what was chosen for them.
 
 A cell is a data set, a backbone and a kind of layer (`ARMS`, or other options of the filtering layer) at the budget of the
-study; several seeds of it may be stored. Its dropout and learning rate are those that did best on the validation items of `TUNED_ON`.
+study; several seeds of it may be stored. Its dropout and learning rate are those that did best on the validation items of `tuned_on`.
 """
 
 import json
@@ -16,9 +16,8 @@ from bft_nb.core import check_option
 from bft_nb.report import choose, load_rows, over_seeds
 from bft_nb.results import canonical, load_history
 
-__all__ = ["ARMS", "BACKBONE_OPTIONS", "BUDGET", "DATASETS", "HISTORIES", "TUNED_ON", "cell", "history_strata", "metrics", "study_rows", "tuned", "tuning"]
+__all__ = ["ARMS", "BACKBONE_OPTIONS", "BUDGET", "DATASETS", "HISTORIES", "cell", "epochs", "history_strata", "metrics", "study_rows", "tuned", "tuned_on", "tuning"]
 
-TUNED_ON = "beauty"
 DATASETS = ("beauty", "sports", "toys", "instruments", "yelp", "ml1m")
 ARMS: dict[str, dict[str, Any]] = {  # the kinds of layer: options of the filtering layer, none for the plain one
     "plain": {},
@@ -26,9 +25,19 @@ ARMS: dict[str, dict[str, Any]] = {  # the kinds of layer: options of the filter
     "filter": {},
 }
 BACKBONE_OPTIONS: dict[str, dict[str, Any]] = {"bert4rec": {"mask_probability": 0.3, "last_probability": 0.5}}  # of every arm
-BUDGET = {"d": 64, "negatives": 512, "epochs": 30, "dtype": "float32"}
-SETTINGS = {"bft", "max_length", "batch_size", "thin", "split_hash", "dropout", "lr", "precision_lr", *BUDGET}  # whatever else a run names is an option of its layers
+BUDGET = {"d": 64, "negatives": 512, "dtype": "float32"}  # and `epochs`
+SETTINGS = {"bft", "max_length", "batch_size", "thin", "split_hash", "dropout", "lr", "precision_lr", "epochs", *BUDGET}  # whatever else a run names is an option of its layers
 HISTORIES = (4, 6, 10)  # a user's items: up to 4, up to 6, up to 10, more
+
+
+def epochs(dataset: str, backbone: str) -> int:
+    "Of training: BERT4Rec learns from a part of the positions at a time and gets twice as many; MovieLens, whose histories are twenty times longer, half."
+    return (60 if backbone == "bert4rec" else 30) // (2 if dataset == "ml1m" else 1)
+
+
+def tuned_on(dataset: str) -> str:
+    "The set whose validation items chose a cell's dropout and learning rate: Beauty for all sparse sets, MovieLens for itself."
+    return "ml1m" if dataset == "ml1m" else "beauty"
 
 
 def _options(params: str) -> str:
@@ -40,8 +49,9 @@ def _options(params: str) -> str:
 
 def study_rows(folder: Path | None = None) -> pd.DataFrame:
     "Stored rows of the study at its budget, with the options of the layers as one column of JSON."
-    rows = load_rows("recommendation", folder)
-    return choose(rows.assign(options=[_options(p) for p in rows["params"]]), **BUDGET)
+    rows = choose(load_rows("recommendation", folder), **BUDGET)
+    rows = rows[[row.epochs == epochs(row.dataset, row.model) for row in rows.itertuples()]]
+    return rows.assign(options=[_options(p) for p in rows["params"]])
 
 
 def _arm(backbone: str, arm: str | Mapping[str, Any]) -> dict[str, Any]:
@@ -52,19 +62,24 @@ def _arm(backbone: str, arm: str | Mapping[str, Any]) -> dict[str, Any]:
     return {"model": backbone, "bft": arm != "plain", "options": canonical({**BACKBONE_OPTIONS.get(backbone, {}), **options})}
 
 
-def tuning(rows: pd.DataFrame, backbone: str, arm: str) -> pd.DataFrame:
-    "NDCG@10 on the validation items of `TUNED_ON` at seed 0 by dropout (down) and learning rate (across)."
-    tried = choose(rows, dataset=TUNED_ON, seed=0, thin=1.0, split="valid", metric="ndcg@10", **_arm(backbone, arm))
+def tuning(rows: pd.DataFrame, backbone: str, arm: str, dataset: str = "beauty") -> pd.DataFrame:
+    "NDCG@10 on the validation items of a data set at seed 0 by dropout (down) and learning rate (across)."
+    tried = choose(rows, dataset=dataset, seed=0, thin=1.0, split="valid", metric="ndcg@10", **_arm(backbone, arm))
     return tried.pivot_table(index="dropout", columns="lr", values="value")
 
 
-def tuned(rows: pd.DataFrame, backbone: str, arm: str) -> dict[str, float]:
-    "The dropout and learning rate that did best there; `ValueError` if none was tried."
-    table = tuning(rows, backbone, arm)
-    if table.empty:
-        raise ValueError(f"no stored row tunes {backbone}, {arm} on {TUNED_ON}")
-    dropout, lr = table.stack().idxmax()
+def _best(tried: pd.DataFrame) -> dict[str, float]:
+    "The settings of the largest value of a table from `tuning`."
+    dropout, lr = tried.stack().idxmax()
     return {"dropout": float(dropout), "lr": float(lr)}
+
+
+def tuned(rows: pd.DataFrame, backbone: str, arm: str, dataset: str = "beauty") -> dict[str, float]:
+    "The dropout and learning rate that did best on `tuned_on` the data set; `ValueError` if none was tried."
+    table = tuning(rows, backbone, arm, tuned_on(dataset))
+    if table.empty:
+        raise ValueError(f"no stored row tunes {backbone}, {arm} on {tuned_on(dataset)}")
+    return _best(table)
 
 
 def cell(
@@ -76,10 +91,11 @@ def cell(
     **settings: float,  # dropout and lr; default: as tuned for this arm (for options: as for the filter)
 ) -> pd.DataFrame:  # all seeds; empty if there is none
     "The stored rows of a cell; none for an arm that has not been tuned."
-    layer = arm if isinstance(arm, str) else "filter"
-    if not settings and tuning(rows, backbone, layer).empty:
-        return rows.iloc[:0]
-    settings = settings or tuned(rows, backbone, layer)
+    if not settings:
+        tried = tuning(rows, backbone, arm if isinstance(arm, str) else "filter", tuned_on(dataset))
+        if tried.empty:
+            return rows.iloc[:0]
+        settings = _best(tried)
     return choose(rows, dataset=dataset, thin=thin, **settings, **_arm(backbone, arm))
 
 

@@ -65,6 +65,16 @@ def test_compare_is_paired_over_users_and_seeds(study):
     assert (same["all"].low, same["all"].high) == (0, 0)
 
 
+def test_a_difference_uses_the_seeds_that_both_cells_have(study):
+    folder, values = study
+    rows = report.load_rows("recommendation", folder)
+    candidate, baseline = report.choose(rows, bft=True), report.choose(rows, bft=False)
+    found = report.compare(candidate, report.choose(baseline, seed=1), folder=folder)["all"]
+    np.testing.assert_allclose(found.mean, values[True, 1] - values[False, 1], atol=1e-6)
+    with pytest.raises(ValueError, match="no seed that both cells have"):
+        report.compare(report.choose(candidate, seed=0), report.choose(baseline, seed=1), folder=folder)
+
+
 def test_compare_refuses_other_users(study):
     folder, _ = study
     store(folder, True, 0, np.arange(1, 201), np.repeat([1, 0], 100), lr=0.5)

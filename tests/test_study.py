@@ -49,6 +49,23 @@ def test_each_layer_is_tuned_on_validation(folder):
         study.tuned(rows, "hstu", "plain")
 
 
+def test_movielens_is_tuned_on_itself(folder):
+    assert study.cell(study.study_rows(folder), "ml1m", "sasrec").empty
+    for dropout, valid, epochs in [(0.5, 0.1, 15), (0.2, 0.2, 15), (0.3, 0.9, 30)]:
+        store(folder, dataset="ml1m", dropout=dropout, valid=valid, epochs=epochs)
+    rows = study.study_rows(folder)
+    assert study.tuned(rows, "sasrec", "filter", "ml1m")["dropout"] == 0.2 and study.tuned(rows, "sasrec", "filter", "sports")["dropout"] == 0.3
+    assert set(study.cell(rows, "ml1m", "sasrec")["dropout"]) == {0.2}
+
+
+def test_the_budget_is_one_number_of_epochs_for_each_backbone_and_kind_of_set(folder):
+    for epochs in (30, 60):
+        store(folder, model="bert4rec", epochs=epochs, mask_probability=0.3, last_probability=0.5)
+    rows = study.study_rows(folder)
+    assert set(rows[rows["model"] == "bert4rec"]["epochs"]) == {60} and set(rows[rows["model"] == "sasrec"]["epochs"]) == {30}
+    assert len(study.cell(rows, "beauty", "bert4rec")) == 2
+
+
 def test_a_cell_is_all_seeds_of_one_setting_and_nothing_else(folder):
     rows = study.study_rows(folder)
     seeds = lambda *of, **kw: sorted(study.cell(rows, *of, **kw)["seed"].unique())

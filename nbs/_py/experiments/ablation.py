@@ -15,11 +15,10 @@
 #
 # **What would refute the filter here**: variants without gain, without bias or without both that rank as well as the whole.
 #
-# The page trains nothing: it reads the cells that `bft sweep nbs/experiments/grids/ablation.yaml` stored, so far some of them: one data set, the tuned dropout and learning rate of the filter.
+# The page trains nothing: it reads the cells that `bft sweep nbs/experiments/grids/ablation.yaml` stored, at the tuned dropout and learning rate of the filter.
 
 # %% tags=["parameters"]
-dataset = "beauty"
-backbones = ["sasrec", "hstu"]
+studied = [["beauty", "sasrec"], ["instruments", "sasrec"], ["beauty", "hstu"]]  # data set and backbone
 
 # %%
 import json
@@ -35,9 +34,9 @@ from bft_nb.study import DATASETS, cell, metrics, study_rows, tuned
 
 # %%
 use_style()
-check_option("dataset", dataset, DATASETS)
-for name in backbones:
-    check_option("backbone", name, BACKBONES)
+for dataset, backbone in studied:
+    check_option("dataset", dataset, DATASETS)
+    check_option("backbone", backbone, BACKBONES)
 
 # %% [markdown]
 # ## The variants
@@ -64,47 +63,47 @@ for name in backbones:
 stored = study_rows()
 
 
-def variants(backbone: str) -> dict[str, pd.DataFrame]:
+def variants(dataset: str, backbone: str) -> dict[str, pd.DataFrame]:
     "All stored variants of the filter at its tuned settings, by their options."
-    rows = choose(stored, dataset=dataset, model=backbone, thin=1.0, bft=True, **tuned(stored, backbone, "filter"))
+    rows = choose(stored, dataset=dataset, model=backbone, thin=1.0, bft=True, **tuned(stored, backbone, "filter", dataset))
     return {options: cell(stored, dataset, backbone, json.loads(options)) for options in sorted(rows["options"].unique(), key=lambda o: (o != "{}", o))}
 
 
-found = {backbone: variants(backbone) for backbone in backbones}
+found = {(dataset, backbone): variants(dataset, backbone) for dataset, backbone in studied}
 
 
 # %% [markdown]
 # ## What each costs or gains
 #
-# NDCG@10 on validation and test; the difference on the test items to the filter as derived, and to the plain layer, paired by user, with 95 % bootstrap intervals. The intervals are over users, not over seeds; where several seeds are stored, all are used.
+# NDCG@10 on validation and test; the difference on the test items to the filter as derived, and to the plain layer, paired by user, with 95 % bootstrap intervals. A pair uses the seeds that both have; the intervals are over users, not over seeds.
 
 
 # %%
-def line(backbone: str, options: str) -> dict[str, str]:
+def line(where: tuple[str, str], options: str) -> dict[str, str]:
     "One line of the table."
-    rows, plain = found[backbone][options], cell(stored, dataset, backbone, "plain")
+    rows, plain = found[where][options], cell(stored, *where, "plain")
     values = {f"NDCG@10, {split}": f"{metrics(rows, split)['mean']['ndcg@10']:.4f}" for split in ("valid", "test")}
-    whole = {"to the filter": signed(compare(rows, found[backbone]["{}"])["all"])} if options != "{}" else {}
+    whole = {"to the filter": signed(compare(rows, found[where]["{}"])["all"])} if options != "{}" else {}
     return {"seeds": str(rows["seed"].nunique()), **values, **whole, "to plain": signed(compare(rows, plain)["all"])}
 
 
 # %%
-table = pd.DataFrame({(backbone, options): line(backbone, options) for backbone in backbones for options in found[backbone]}).T
-table.fillna("").rename_axis(["backbone", "options"])
+table = pd.DataFrame({(*where, options): line(where, options) for where in found for options in found[where]}).T
+table.fillna("").rename_axis(["data", "backbone", "options"])
 
 # %%
 #| label: fig-ablation
 #| fig-cap: "NDCG@10 of each variant minus that of the filter as derived (bars: 95 % interval over users)."
 #| code-fold: true
-shown = [backbone for backbone in backbones if len(found[backbone]) > 1]
-fig, axes = plt.subplots(1, len(shown), figsize=(5.5 * len(shown), 0.28 * max(map(len, found.values())) + 1), squeeze=False)
-for ax, backbone in zip(axes[0], shown):
-    others = [options for options in found[backbone] if options != "{}"]
-    for i, options in enumerate(others):
-        d = compare(found[backbone][options], found[backbone]["{}"])["all"]
-        ax.errorbar(d.mean, i, xerr=[[d.mean - d.low], [d.high - d.mean]], fmt="o", color=COLOUR["posterior"])
+shown = [where for where in found if len(found[where]) > 1]
+every = sorted({options for where in shown for options in found[where]} - {"{}"})
+fig, axes = plt.subplots(1, len(shown), figsize=(2.6 * len(shown) + 2, 0.28 * len(every) + 1), squeeze=False, sharey=True)
+for ax, where in zip(axes[0], shown):
+    for options in set(found[where]) & set(every):
+        d = compare(found[where][options], found[where]["{}"])["all"]
+        ax.errorbar(d.mean, every.index(options), xerr=[[d.mean - d.low], [d.high - d.mean]], fmt="o", color=COLOUR["posterior"])
     ax.axvline(0, color="0.6", lw=1)
-    ax.set(title=backbone, yticks=range(len(others)), yticklabels=[o.strip("{}").replace('"', "") for o in others], xlabel="difference in NDCG@10")
+    ax.set(title=" · ".join(where), yticks=range(len(every)), yticklabels=[o.strip("{}").replace('"', "") for o in every], xlabel="difference in NDCG@10")
 plt.show()
 
 # %% [markdown]

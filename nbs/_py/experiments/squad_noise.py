@@ -19,7 +19,7 @@
 
 # %% tags=["parameters"]
 model = "tiny"  # or "smollm2", an id of the hub ("TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T"), a folder
-data = "lookup"  # or "squad": squad_v1.1_train_part to learn from, squad_v1.1_dev to be asked
+data = "lookup"  # to learn from; or "squad_v1.1_train_part", "squad_v1.1_train" (the official file), and squad_v1.1_dev is asked
 method = "bft"  # "sft", "focal", "gce" or "bft"
 noise = 0.3  # n_p, probability of each label token to be wrong
 corruption = "uniform"  # or "swap": whole answers exchanged between questions
@@ -27,34 +27,31 @@ seed = 0
 steps = 60
 batch_size = 4
 lr = 1e-3  # at its highest
+precision_lr = 0.0  # of what only a filter has; 0: `lr`
 adapter = "lora"  # or "full"
-max_length = 160  # tokens of prompt and answer; longer questions are left out, in training and evaluation
+max_length = 128  # tokens of prompt and answer; longer questions are left out, in training and evaluation
 n_eval = 60  # questions asked at the end
-device = "auto"  # or "cpu", "cuda", "mps"
 dtype = "float32"  # or "bfloat16": autocast
 store = False  # append the rows to data/results of this checkout?
 
 # %%
-
 import numpy as np
 import pandas as pd
 
 from bft_nb.core import check_option
-from bft_nb.finetune import METHODS, finetune, prepare
+from bft_nb.finetune import METHODS, answering, finetune, prepare
 from bft_nb.models import title
-from bft_nb.qa import Collator, Scores, answer, corrupt, encode, load_questions, lookup, mean_nll, noise_floor, prompt_ids, score, swap_answers
+from bft_nb.qa import Collator, Scores, answer, answer_ids, corrupt, encode, load_questions, lookup, mean_nll, noise_floor, prompt_ids, score, swap_answers
 from bft_nb.report import configuration, results_folder
 from bft_nb.results import append_rows, commit, has_rows, make_rows, ranks_path, run_key, save_answers
 from bft_nb.runner import checkout
-from bft_nb.training import resolve_device
 
 # %%
 check_option("method", method, METHODS)
-check_option("data", data, ("lookup", "squad"))
+check_option("data", data, ("lookup", "squad_v1.1_train_part", "squad_v1.1_train"))
 check_option("corruption", corruption, ("uniform", "swap"))
 if store and (model == "tiny" or data == "lookup"):
     raise ValueError("rows of the tiny model and of made-up questions are not stored: choose model and data, or store=false")
-place = resolve_device(device)
 
 # %% [markdown]
 # ## One cell
@@ -62,52 +59,60 @@ place = resolve_device(device)
 # The run is named by everything that decides its outcome. A filter starts as [chapter 40](../40_llama.ipynb) ships it.
 
 # %%
+answer_length = 16  # tokens, end included
 training = dict(steps=steps, batch_size=batch_size, lr=lr)
-params = dict(method=method, noise=noise, corruption=corruption, adapter=adapter, max_length=max_length, n_eval=n_eval, dtype=dtype, **training)
+params = dict(method=method, noise=noise, corruption=corruption, adapter=adapter, max_length=max_length, answer_length=answer_length, n_eval=n_eval, dtype=dtype, **training)
+if METHODS[method].bft:
+    training["precision_lr"] = params["precision_lr"] = precision_lr or lr
 run = dict(exp="squad_noise", dataset=data, model=model.rpartition("/")[2], params=params, seed=seed)
 configuration(params)
 
 # %% [markdown]
-# Questions to learn from, to choose by, and to be asked. Those that are longer than `max_length` are left out of all three: long contexts are another question. The choice and the order are the same for every method and seed.
+# Questions to learn from, to choose by, and to be asked. Those that do not leave room for an answer in `max_length` tokens, and those whose own answer is longer than that room, are left out of all three: long contexts are another question. The choice is the same for every method and seed, and no context of the questions to choose by is learnt from.
 
 # %%
-if data == "squad":
-    taught, asked = load_questions("squad_v1.1_train_part"), load_questions("squad_v1.1_dev")
-else:
+if data == "lookup":
     taught, asked = lookup(400, seed=0), lookup(400, seed=1)
+else:
+    taught, asked = load_questions(data), load_questions("squad_v1.1_dev")
 prepared = prepare(model, method, [q.context for q in taught[:8]], adapter=adapter, max_length=max_length, seed=seed)
-tokenizer, answer_length = prepared.tokenizer, 24
+tokenizer = prepared.tokenizer
 title(model), prepared.trainable, prepared.filtering
 
 
 # %%
 def that_fit(questions: list, n: int | None = None) -> list:
-    "The questions that leave room for an answer, in an order drawn once, the first n of them."
+    "The questions that fit, in an order drawn once, the first n of them."
     order = np.random.default_rng(0).permutation(len(questions))
-    fit = (questions[i] for i in order if len(prompt_ids(questions[i], tokenizer)) + answer_length <= max_length)
+    fit = (
+        q for q in (questions[i] for i in order)
+        if len(prompt_ids(q, tokenizer)) + answer_length <= max_length and len(answer_ids(q.target, tokenizer)) <= answer_length
+    )  # fmt: skip
     return list(fit) if n is None else [q for q, _ in zip(fit, range(n))]
 
 
 # %%
 taught, asked = that_fit(taught), that_fit(asked, n_eval)
-taught, valid = taught[: -min(100, n_eval)], taught[-min(100, n_eval) :]
+valid = taught[-min(100, n_eval) :]
+held_out = {q.context for q in valid}
+taught = [q for q in taught if q.context not in held_out]
 pd.DataFrame({"questions": [len(taught), len(valid), len(asked)]}, index=["to learn from", "to choose by", "to be asked"])
 
 # %% [markdown]
 # The noise is drawn once per seed, for all methods alike: each label token, the end token included, is replaced with probability $n_p$ by a token drawn from the whole vocabulary; the input stays clean. Or, with `swap`, a share $n_p$ of the questions is told another question's answer.
 
 # %%
+clean = [encode(q, tokenizer, max_length) for q in taught]
 if corruption == "swap":
     examples = [encode(q, tokenizer, max_length) for q in swap_answers(taught, noise, seed)]
 else:
-    examples = corrupt([encode(q, tokenizer, max_length) for q in taught], noise, len(tokenizer), seed)
-clean = [encode(q, tokenizer, max_length) for q in taught]
+    examples = corrupt(clean, noise, len(tokenizer), seed)
 pd.Series({"labels": sum(len(e.answer) for e in clean), "questions with a wrong label": sum(not a.answer.equal(b.answer) for a, b in zip(examples, clean))})
 
 # %%
 collate = Collator(tokenizer)
 folder = checkout() / "runs" / "finetune" / run_key(run) if store else None
-tuned = finetune(prepared.model, examples, collate, method, **training, seed=seed, dtype=dtype, device=device, out_dir=folder, progress=store)
+tuned = finetune(prepared.model, examples, collate, method, **training, seed=seed, dtype=dtype, out_dir=folder, progress=store)
 pd.DataFrame(tuned.losses).set_index("step").round(3).T
 
 # %% [markdown]
@@ -119,25 +124,31 @@ round(floor, 3), round(tuned.losses[-1]["loss"], 3)
 
 
 # %%
-def measure(questions: list) -> tuple[dict[str, float], list[str], Scores]:
-    "Scores of greedy answers, and the negative log-likelihood of the true ones."
-    said = answer(prepared.model, tokenizer, questions, max_new_tokens=answer_length)
+def measure(questions: list) -> tuple[dict[str, tuple[float, int]], list[str], Scores]:
+    "Scores of greedy answers with the number of questions; the negative log-likelihood per token of the true answers to the first hundred."
+    with answering(prepared.model, dtype) as lm:
+        said = answer(lm, tokenizer, questions, max_new_tokens=answer_length, batch_size=50)
+        nll = mean_nll(lm, [encode(q, tokenizer, max_length) for q in questions[:100]], collate)
     found = score(said, questions)
-    nll = mean_nll(prepared.model, [encode(q, tokenizer, max_length) for q in questions], collate)
-    return {"em": float(found.exact.mean()), "f1": float(found.f1.mean()), "subspan": float(found.subspan.mean()), "nll": nll}, said, found
+    means = {"em": found.exact.mean(), "f1": found.f1.mean(), "subspan": found.subspan.mean()}
+    return {name: (float(value), len(said)) for name, value in means.items()} | {"nll": (nll, min(100, len(said)))}, said, found
 
 
 # %%
 measured = {"valid": measure(valid), "test": measure(asked)}
-pd.DataFrame({part: m[0] for part, m in measured.items()}).round(3)
+pd.DataFrame({part: {name: value for name, (value, _) in m[0].items()} for part, m in measured.items()}).round(3)
 
 # %% [markdown]
 # The rows of this run, and its answers. They enter the book's results only on request, and never from the tiny model.
 
 # %%
-parts = {part: (found, len(said)) for part, (found, said, _) in measured.items()}
-parts["train"] = ({"loss": tuned.losses[-1]["loss"], "trainable": prepared.trainable, "filtering": prepared.filtering}, len(examples))
-rows = [row for part, (found, n) in parts.items() for row in make_rows(found, **run, split=part, n=n, seconds=round(tuned.seconds, 1), device=place.type, commit=commit())]
+parts = {part: found for part, (found, _, _) in measured.items()}
+parts["train"] = {name: (value, len(examples)) for name, value in (("loss", tuned.losses[-1]["loss"]), ("trainable", prepared.trainable), ("filtering", prepared.filtering))}
+device, now = next(prepared.model.parameters()).device.type, commit()
+rows = [
+    row for part, found in parts.items() for name, (value, n) in found.items()
+    for row in make_rows({name: value}, **run, split=part, n=n, seconds=round(tuned.seconds, 1), device=device, commit=now)
+]  # fmt: skip
 len(rows)
 
 # %%
