@@ -9,7 +9,7 @@ import io
 import math
 import tempfile
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from bft_nb.core import check_count, check_option, check_positive
 from bft_nb.models import load_model
 from bft_nb.qa import Collator, Example, loss_func
 
-__all__ = ["ADAPTERS", "DTYPES", "METHODS", "Method", "Prepared", "Tuned", "answering", "finetune", "length_grouped", "prepare"]
+__all__ = ["ADAPTERS", "DTYPES", "METHODS", "Method", "Prepared", "Tuned", "answering", "convert_for", "finetune", "length_grouped", "prepare"]
 
 
 class Method(NamedTuple):
@@ -55,6 +55,30 @@ class Prepared(NamedTuple):
     filtering: int  # parameters of the filter, or of the gates, among them
 
 
+def convert_for(
+    model: nn.Module,  # a plain causal language model
+    method: str,  # a key of `METHODS`
+    batch: Mapping[str, torch.Tensor] | None = None,  # tokens that set the scales of the filter
+    **start: Any,  # of the filter: keywords of `bft_nb.llama.convert`
+) -> int:  # how many parameters are new
+    "Give a model the layers that a method wants, in place. Raises `ValueError` for an unknown method, `TypeError` for a model that can't be converted."
+    check_option("method", method, METHODS)
+    kind = METHODS[method].added
+    if not kind:
+        return 0
+    from bft_nb.llama import added, calibrate, convert
+
+    if kind == "gate":
+        from bft_nb.gates import convert_gated
+
+        convert_gated(model, method)
+    else:
+        convert(model, **start)
+        if batch is not None:
+            calibrate(model, batch)
+    return sum(p.numel() for part in added(model) for p in part.parameters())
+
+
 def prepare(
     name: str,  # of `bft_nb.models.load_model`
     method: str,  # a key of `METHODS`
@@ -72,22 +96,12 @@ def prepare(
     check_option("adapter", adapter, ADAPTERS)
     check_count("rank", rank)
     model, tokenizer = load_model(name, dtype)
-    saved, filtering = METHODS[method].added, 0
-    if saved == "gate":
-        from bft_nb.gates import convert_gated
-
-        convert_gated(model, method)
-    elif saved == "bft":
-        from bft_nb.llama import calibrate, convert
-
+    saved, batch = METHODS[method].added, None
+    if saved == "bft":
         if not calibration:
             raise ValueError("calibration must hold one text at least: the filter's scales are measured on it")
         batch = tokenizer(list(calibration), return_tensors="pt", padding=True, truncation=True, max_length=max_length)
-        calibrate(convert(model, **start), batch)
-    if saved:
-        from bft_nb.llama import added
-
-        filtering = sum(p.numel() for part in added(model) for p in part.parameters())
+    filtering = convert_for(model, method, batch, **start)
     torch.manual_seed(seed)
     if adapter == "lora":
         from peft import LoraConfig, get_peft_model

@@ -151,7 +151,8 @@ def watching(
         def attend_and_tell(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **kwargs: Any) -> Any:
             out = attend(module, q, k, v, mask, **kwargs)
             if id(module) in ours:
-                receive(module.layer_idx, read_call(q, k, v, mask, kwargs), out[1])
+                with torch.autocast(q.device.type, enabled=False):
+                    receive(module.layer_idx, read_call(q, k, v, mask, kwargs), out[1])
             return out
 
         return attend_and_tell

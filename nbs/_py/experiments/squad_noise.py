@@ -62,7 +62,7 @@ if store and (model == "tiny" or data == "lookup"):
 answer_length = 16  # tokens, end included
 training = dict(steps=steps, batch_size=batch_size, lr=lr)
 params = dict(method=method, noise=noise, corruption=corruption, adapter=adapter, max_length=max_length, answer_length=answer_length, n_eval=n_eval, dtype=dtype, **training)
-if METHODS[method].bft:
+if METHODS[method].added:
     training["precision_lr"] = params["precision_lr"] = precision_lr or lr
 run = dict(exp="squad_noise", dataset=data, model=model.rpartition("/")[2], params=params, seed=seed)
 configuration(params)
