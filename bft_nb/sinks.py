@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['sink_kappa', 'sink_scatter', 'Call', 'weight_rows', 'Measures', 'measure_rows', 'measure_call', 'visible',
-           'with_sinks', 'read_call', 'watching', 'position_bins', 'binned', 'of_filter', 'of_gate', 'report_of',
-           'reporting', 'check_measurable', 'as_frame', 'measure_sinks', 'per_head', 'sink_rate', 'attention_maps']
+           'with_sinks', 'read_call', 'watching', 'position_bins', 'binned', 'of_attention', 'of_filter', 'of_gate',
+           'report_of', 'reporting', 'check_measurable', 'as_frame', 'measure_sinks', 'per_head', 'sink_rate',
+           'attention_maps']
 
 # %% ../nbs/43_sinks.ipynb #fa180a46
 from collections import defaultdict
@@ -72,7 +73,7 @@ class Measures(NamedTuple):
     mass: Float[Tensor, "b h t"]  # m, on the first token
     learnt: Float[Tensor, "b h t"]  # on a learnt sink logit, 0 where there is none
     n_eff: Float[Tensor, "b h t"]  # n, of all keys
-    n_rest: Float[Tensor, "b h t"]  # N, of the keys that are no sinks; 0 where there are none
+    n_rest: Float[Tensor, "b h t"]  # N, of the keys that are no sinks; of no meaning where there are none
     scatter: Float[Tensor, "b h t"]  # S, mean over the value's features, [v²]
     others: Float[Tensor, "b h t"]  # s² + μ², weighted mean square of the values that are no sinks, [v²]
     first: Float[Tensor, "b h t"]  # mean square of the first token's value, [v²]
@@ -84,12 +85,12 @@ def measure_rows(
     learnt: int = 0,  # learnt sink logits among the keys, in front
 ) -> Measures:
     "The measures of a block of queries."
-    rest = w[..., learnt + 1 :]
-    rest = rest / rest.sum(-1, keepdim=True).clamp_min(LEAST)
-    square = v.square().mean(-1)
-    others = (rest @ square[..., learnt + 1 :, None]).squeeze(-1)
+    rest, square = w[..., learnt + 1 :], v.square().mean(-1)
+    total = rest.sum(-1).clamp_min(LEAST)
+    n_rest = (total / torch.linalg.vector_norm(rest, dim=-1).clamp_min(LEAST)).square()
+    others = (rest @ square[..., learnt + 1 :, None]).squeeze(-1) / total
     first = square[..., learnt, None].expand_as(others)
-    return Measures(w[..., learnt], w[..., :learnt].sum(-1), effective_sample_size(w), effective_sample_size(rest), scatter(w, v).mean(-1), others, first)
+    return Measures(w[..., learnt], w[..., :learnt].sum(-1), effective_sample_size(w), n_rest, scatter(w, v).mean(-1), others, first)
 
 # %% ../nbs/43_sinks.ipynb #84829d00
 def measure_call(
@@ -181,6 +182,17 @@ def binned(
     "Means over the queries of each bin."
     return torch.stack([x[..., low - 1 : high].mean(-1) for low, high in bins], -1)
 
+# %% ../nbs/43_sinks.ipynb #4ac3792f
+def of_attention(
+    found: Measures,
+    seen: Any,  # what attention returned beside the mean
+) -> dict[str, Float[Tensor, "b h t"]]:
+    "The measures by name, in a filtering layer also the variance $1/\\lambda_{\\text{obs}}$ and the claim $s_0^2$ of each head, [v²]."
+    if not isinstance(seen, Seen):
+        return found._asdict()
+    claim = found.n_eff * (found.n_eff * seen.variance - found.scatter)
+    return found._asdict() | {"variance": seen.variance, "claim": claim.clamp_min(0)}
+
 # %% ../nbs/43_sinks.ipynb #6cc82940
 def of_filter(
     record: LayerTrace,  # of a filtering layer
@@ -266,7 +278,7 @@ def measure_sinks(
         layers[layer].update({name: binned(x.float(), bins) for name, x in found.items()})
 
     def receive(layer: int, call: Call, seen: Any) -> None:
-        keep(layer, measure_call(call)._asdict() | ({"variance": seen.variance} if isinstance(seen, Seen) else {}))
+        keep(layer, of_attention(measure_call(call), seen))
 
     with torch.no_grad(), watching(model, receive), reporting(model, keep):
         model(input_ids=ids, use_cache=False, logits_to_keep=1)

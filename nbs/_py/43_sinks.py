@@ -325,7 +325,7 @@ class Measures(NamedTuple):
     mass: Float[Tensor, "b h t"]  # m, on the first token
     learnt: Float[Tensor, "b h t"]  # on a learnt sink logit, 0 where there is none
     n_eff: Float[Tensor, "b h t"]  # n, of all keys
-    n_rest: Float[Tensor, "b h t"]  # N, of the keys that are no sinks; 0 where there are none
+    n_rest: Float[Tensor, "b h t"]  # N, of the keys that are no sinks; of no meaning where there are none
     scatter: Float[Tensor, "b h t"]  # S, mean over the value's features, [v²]
     others: Float[Tensor, "b h t"]  # s² + μ², weighted mean square of the values that are no sinks, [v²]
     first: Float[Tensor, "b h t"]  # mean square of the first token's value, [v²]
@@ -339,12 +339,12 @@ def measure_rows(
     learnt: int = 0,  # learnt sink logits among the keys, in front
 ) -> Measures:
     "The measures of a block of queries."
-    rest = w[..., learnt + 1 :]
-    rest = rest / rest.sum(-1, keepdim=True).clamp_min(LEAST)
-    square = v.square().mean(-1)
-    others = (rest @ square[..., learnt + 1 :, None]).squeeze(-1)
+    rest, square = w[..., learnt + 1 :], v.square().mean(-1)
+    total = rest.sum(-1).clamp_min(LEAST)
+    n_rest = (total / torch.linalg.vector_norm(rest, dim=-1).clamp_min(LEAST)).square()
+    others = (rest @ square[..., learnt + 1 :, None]).squeeze(-1) / total
     first = square[..., learnt, None].expand_as(others)
-    return Measures(w[..., learnt], w[..., :learnt].sum(-1), effective_sample_size(w), effective_sample_size(rest), scatter(w, v).mean(-1), others, first)
+    return Measures(w[..., learnt], w[..., :learnt].sum(-1), effective_sample_size(w), n_rest, scatter(w, v).mean(-1), others, first)
 
 
 # %%
@@ -475,6 +475,23 @@ def binned(
 
 
 # %% [markdown]
+# A filtering layer's attention returns the variance of each head; solving (43.3) for the claim gives $s_0^2 = n\,(n/\lambda_{\text{obs}} - S)$.
+
+
+# %%
+#| exports
+def of_attention(
+    found: Measures,
+    seen: Any,  # what attention returned beside the mean
+) -> dict[str, Float[Tensor, "b h t"]]:
+    "The measures by name, in a filtering layer also the variance $1/\\lambda_{\\text{obs}}$ and the claim $s_0^2$ of each head, [v²]."
+    if not isinstance(seen, Seen):
+        return found._asdict()
+    claim = found.n_eff * (found.n_eff * seen.variance - found.scatter)
+    return found._asdict() | {"variance": seen.variance, "claim": claim.clamp_min(0)}
+
+
+# %% [markdown]
 # Gain and gate are both sigmoids, which makes them comparable without a unit **[D]**: $K = \sigma(\log \lambda_{\text{obs}} - \log \beta_g\lambda)$ and $g = 2\,\sigma(W_g x)$. So beside the values we keep what is inside, the *log-odds*: of a gate on the query it is $W_g x$, of a sink logit $L - s$ (42.3), of the gain the log-ratio of evidence to prior.
 
 
@@ -576,7 +593,7 @@ def measure_sinks(
         layers[layer].update({name: binned(x.float(), bins) for name, x in found.items()})
 
     def receive(layer: int, call: Call, seen: Any) -> None:
-        keep(layer, measure_call(call)._asdict() | ({"variance": seen.variance} if isinstance(seen, Seen) else {}))
+        keep(layer, of_attention(measure_call(call), seen))
 
     with torch.no_grad(), watching(model, receive), reporting(model, keep):
         model(input_ids=ids, use_cache=False, logits_to_keep=1)
@@ -611,7 +628,7 @@ torch.testing.assert_close(torch.tensor(last["n_eff"].to_numpy()), (1 / w.square
 # A filtering and a gated model have more to say:
 
 # %%
-measure_sinks(convert(tiny()), ids).groupby("high")[["mass", "n_eff", "variance", "gain", "gain_odds", "lam_bar"]].mean().round(3)
+measure_sinks(convert(tiny()), ids).groupby("high")[["mass", "n_eff", "scatter", "variance", "claim", "gain", "gain_odds", "lam_bar"]].mean().round(3)
 
 # %%
 measure_sinks(convert_gated(tiny(), "sink", sink=2.0), ids).groupby("high")[["mass", "learnt", "n_eff", "n_rest", "gate", "gate_odds"]].mean().round(3)

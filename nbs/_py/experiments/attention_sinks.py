@@ -125,7 +125,7 @@ pd.DataFrame(losses[:: max(1, len(losses) // 8)], columns=["step", "loss"]).set_
 
 
 # %% [markdown]
-# What is measured is chapter 43's, on texts spread over the held-out stream. A pretrained model is looked at twice, with its BOS token in front and without; the tables say which.
+# What is measured is chapter 43's, on texts spread over the held-out stream. A pretrained plain model is looked at twice, with its BOS token in front and without; the tables say which.
 
 # %%
 def measure(rows: torch.Tensor) -> tuple[pd.DataFrame, float]:
@@ -137,7 +137,7 @@ def measure(rows: torch.Tensor) -> tuple[pd.DataFrame, float]:
 
 # %%
 texts = {"bos": spread(cut["to be measured on"], windows)}
-if study == "pretrained":
+if study == "pretrained" and method == "sft":
     texts["no bos"] = spread(blocks(streams["to be measured on"], length), windows)
 measured = {split: measure(rows) for split, rows in texts.items()}
 {split: {"bos": bool(frame["bos"].all()), "loss": round(loss, 3), "sink rate": round(sink_rate(frame), 3)} for split, (frame, loss) in measured.items()}
@@ -184,7 +184,7 @@ results = {split: metrics(*found) for split, found in measured.items()}
 pd.DataFrame({split: {name: value for name, value in found.items() if name.startswith("slope.")} for split, found in results.items()}).round(3)
 
 # %% [markdown]
-# Heads, one by one, are kept as arrays (layer, head, bin), and two maps of the first 64 tokens of the first text: of the head with the most mass on the first token, and of the one with the largest $n$.
+# Heads, one by one, are kept as arrays (layer, head, bin), and two maps of the first 64 tokens of the first text: of the head with the most mass on the first token, and of the one with the largest $n$ (both counted from 0).
 
 
 # %%
@@ -310,7 +310,7 @@ for split, colour in (("bos", COLOUR["posterior"]), ("no bos", COLOUR["baseline"
     for (arm, _), values in (cells("pretrained", split) or cells(study, split)).items():
         if arm == "plain" or not cells("pretrained"):
             mass, n, rest = (curve(values, name) for name in ("mass", "n_eff", "n_rest"))
-            left.plot(mass.index, mass, "o-", color=colour, markersize=3, label=split)
+            left.plot(mass.index, mass, "o-", color=colour, markersize=3, label="BOS in front" if split == "bos" else "no BOS")
             right.plot(n.index, n, "o-", color=colour, markersize=3)
             right.plot(rest.index, rest, "o--", color=colour, markersize=3)
 left.set(xscale="log", ylim=(0, 1), xlabel="position of the query", ylabel="mass on the first token")
@@ -338,10 +338,9 @@ axes[1].scatter(of["mass"], of["scatter"] / of["others"], **dots)
 axes[1].plot(m, 1 - m, color=COLOUR["truth"], linewidth=1)
 axes[1].plot(m, m * (1 - m), color=COLOUR["truth"], linewidth=1)
 axes[1].set(ylabel="S / others' mean square", ylim=(0, 1.1))
-if "variance" in filtered:
-    of = {name: filtered[name][..., at].ravel() for name in ("mass", "n_eff", "scatter", "others", "variance")}
-    claim = of["n_eff"] * (of["n_eff"] * of["variance"] - of["scatter"])
-    axes[2].scatter(of["mass"], 4 * claim.clip(1e-6) / of["others"], **dots)
+if "claim" in filtered:
+    of = {name: filtered[name][..., at].ravel() for name in ("mass", "claim", "others")}
+    axes[2].scatter(of["mass"], 4 * of["claim"] / of["others"], **dots)
     axes[2].plot(m[:-1], 4 * (1 - m[:-1]), color=COLOUR["truth"], linewidth=1)
 axes[2].axhline(1, color=COLOUR["prior"], linewidth=0.8)
 axes[2].set(yscale="log", ylabel="4 s₀² / others' mean square")
@@ -376,10 +375,11 @@ for (arm, s), values in (cells("scratch") or cells(study)).items():
         style = dict(color=COLOURS[name], linestyle=STYLES[name], alpha=0.5 if "shipped" in arm else 1.0)
         left.plot(value.index, value, **style, label=arm if s == min(seed for a, seed in cells("scratch") or cells(study) if a == arm) else None)
         right.plot(odds.index, (odds - odds.iloc[0]) / math.log(2), **style)
-lengths = np.array([64, 1024])
+lengths = 2 ** np.arange(6, 11)
 right.plot(lengths, np.log2(lengths / 64), color=COLOUR["prior"], linewidth=0.6)
-left.set(xscale="log", xlabel="length of the context [tokens]", ylabel="gate g, gain K")
-right.set(xscale="log", xlabel="length of the context [tokens]", ylabel="change of log₂ odds")
+for ax, ylabel in ((left, "gate g, gain K"), (right, "change of log₂ odds")):
+    ax.set_xscale("log", base=2)
+    ax.set(xlabel="length of the context [tokens]", ylabel=ylabel, xticks=lengths, xticklabels=lengths)
 if left.get_legend_handles_labels()[0]:
     left.legend(fontsize=8)
 plt.show()
