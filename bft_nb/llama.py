@@ -652,7 +652,7 @@ def parameter_groups(
     precision_lr: float | None = None,  # of what the conversion added (`bft`); None: the same
     weight_decay: float = 0.01,  # of the network's matrices
 ) -> list[dict[str, Any]]:  # for an optimiser of torch
-    "Trainable parameters in up to three groups: matrices with decay, vectors without, and the precision's. Raises `ValueError` for rates that are not positive."
+    "Trainable parameters in up to three groups: matrices with decay, vectors without, and what the conversion added. Raises `ValueError` for rates that are not positive."
     check_positive("lr", lr)
     precision_lr = lr if precision_lr is None else precision_lr
     check_positive("precision_lr", precision_lr)

@@ -1009,7 +1009,7 @@ def parameter_groups(
     precision_lr: float | None = None,  # of what the conversion added (`bft`); None: the same
     weight_decay: float = 0.01,  # of the network's matrices
 ) -> list[dict[str, Any]]:  # for an optimiser of torch
-    "Trainable parameters in up to three groups: matrices with decay, vectors without, and the precision's. Raises `ValueError` for rates that are not positive."
+    "Trainable parameters in up to three groups: matrices with decay, vectors without, and what the conversion added. Raises `ValueError` for rates that are not positive."
     check_positive("lr", lr)
     precision_lr = lr if precision_lr is None else precision_lr
     check_positive("precision_lr", precision_lr)
@@ -1143,7 +1143,7 @@ for beta_a, role, mark, below in ((0.25, "posterior", "o", 11), (1.0, "baseline"
     for rho, a, b in zip(points, x, y):
         left.annotate(f"ρ = {rho:g}", (a, b), xytext=(-2, -below), textcoords="offset points", ha="right", fontsize=8, color=COLOUR[role])
 left.axvline(0.05, color=COLOUR["prior"], linestyle=":", linewidth=0.8)
-left.set(xlabel="sd of log λ̄ over tokens, layers 11–20", ylabel="change of perplexity [%]", xlim=(0, None), ylim=(-1.5, 16))
+left.set(xlabel="sd of log λ̄ over tokens, layers 11–20", ylabel="change of perplexity [%]", xlim=(0, None), ylim=(-1.5, None))
 left.legend(fontsize=8)
 betas = [b for b in (0.01, 0.1, 1.0) if start(beta_g=b)]
 right.plot(betas, [start(beta_g=b)["change, %"] for b in betas], "o-", color=COLOUR["posterior"], markersize=5)
