@@ -271,7 +271,7 @@ def load_answers(path: str | Path) -> dict[str, np.ndarray]:
 
 def save_arrays(path: str | Path, arrays: Mapping[str, Any]) -> Path:
     "Store arrays of numbers by name, compressed; `ValueError` for none, or one that is not of numbers."
-    made = {name: np.asarray(values) for name, values in arrays.items()}
+    made: dict[str, Any] = {name: np.asarray(values) for name, values in arrays.items()}
     if bad := [name for name, values in made.items() if not np.issubdtype(values.dtype, np.number)] or ["nothing"] * (not made):
         raise ValueError(f"arrays must hold numbers, got {', '.join(bad)}")
     with _replacing(Path(path)) as temporary:

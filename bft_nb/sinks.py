@@ -9,6 +9,7 @@ __all__ = ['sink_kappa', 'sink_scatter', 'Call', 'weight_rows', 'Measures', 'mea
            'attention_maps']
 
 # %% ../nbs/43_sinks.ipynb #fa180a46
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -23,7 +24,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .attention import BLOCK, _rows
 from .core import check_count
-from .gates import Gate, SinkGate
+from .gates import SinkGate
 from .kriging import effective_sample_size
 from .llama import FAMILIES, LEAST, Added, LayerFilter, LayerTrace, Seen
 from .qa import check_share
@@ -224,8 +225,9 @@ def reporting(
 ) -> Iterator[None]:
     "Hand what filters and gates report to a function, while the block runs; nothing, if there are none."
     with ExitStack() as stack:
-        for kind in (LayerFilter, Gate):
-            for layer, part in enumerate(m for m in model.modules() if isinstance(m, kind)):
+        for name, part in model.named_modules():
+            if isinstance(part, Added):
+                layer = int(re.findall(r"layers\.(\d+)\.", name)[-1])  # peft keeps a copy of each part, so counting them would not do
                 hook = part.report.register_forward_hook(lambda module, args, record, layer=layer, part=part: receive(layer, report_of(part, record)))
                 stack.callback(hook.remove)
         yield
@@ -272,7 +274,8 @@ def measure_sinks(
     Raises `TypeError` for a model of another family, `ValueError` for texts that are too long or too short for it.
     """
     check_measurable(model, ids)
-    bins, layers = position_bins(ids.shape[1]), defaultdict(dict)
+    bins = position_bins(ids.shape[1])
+    layers: dict[int, dict[str, Tensor]] = defaultdict(dict)
 
     def keep(layer: int, found: dict[str, Tensor]) -> None:
         layers[layer].update({name: binned(x.float(), bins) for name, x in found.items()})

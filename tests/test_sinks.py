@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from test_llama import PLAIN, batch, families, plain, strong
+from test_llama import batch, families, plain, strong
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -136,6 +136,7 @@ def test_a_learnt_sink_is_a_key_of_value_zero():
     agree(frame, {name: front[name] for name in ("mass", "n_rest", "others")})
 
 
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing")
 def test_a_model_wrapped_by_peft():
     model = strong()
     bare = measure_sinks(model, ids())
@@ -179,8 +180,8 @@ class Largest(TorchDispatchMode):
 
 
 def test_no_table_of_all_pairs_is_made():
-    t, heads = 1024, 4
-    model = PLAIN["llama"](max_position_embeddings=t).eval()
+    t, heads, model = 1024, 4, plain()
+    model.config.max_position_embeddings = t
     model.set_attn_implementation("sdpa")
     with Largest() as seen:
         measure_sinks(model, ids(1, t))
@@ -198,7 +199,7 @@ def test_a_head_with_a_sink_in_closed_form():
     one = Call(torch.zeros(1, 1, 61, 1), torch.zeros(1, 1, 61, 1), v, None, logits)
     found = measure_call(one)
     assert_close(1 / found.n_eff[..., 1:], sink_kappa(found.mass, found.n_rest)[..., 1:])
-    w = torch.cat([F for F in (torch.nn.functional.pad(x, (0, 61 - x.shape[-1])) for x in weight_rows(one))], 2)[0, 0, 1:]
+    w = next(weight_rows(one, 61))[0, 0, 1:]
     shares = w[:, 1:] / w[:, 1:].sum(-1, keepdim=True)
     mean = shares @ v[0, 0, 1:]
     spread = shares @ v[0, 0, 1:].square() - mean.square()
@@ -216,8 +217,8 @@ def test_a_head_counts_its_queries_not_its_bins():
     frame = measure_sinks(model, ids())
     w, _ = values_of(model, ids())
     mass = w[..., 1:, 0].mean((0, 3))
-    assert_close(torch.tensor(per_head(frame)["mass"].to_numpy()), mass.flatten())
-    assert sink_rate(frame, 0.1) == float((mass > 0.1).float().mean()) and sink_rate(frame, 1.0) == 0
+    assert_close(torch.tensor(per_head(frame)["mass"].to_numpy()).float(), mass.flatten())
+    assert sink_rate(frame, 0.1) == (mass > 0.1).double().mean() > 0 and sink_rate(frame, 1.0) == 0
 
 
 def test_bos_is_stated():

@@ -29,6 +29,7 @@ warnings.filterwarnings("ignore", message="IProgress not found")
 
 # %%
 #| exports
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -43,7 +44,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from bft_nb.attention import BLOCK, _rows
 from bft_nb.core import check_count
-from bft_nb.gates import Gate, SinkGate
+from bft_nb.gates import SinkGate
 from bft_nb.kriging import effective_sample_size
 from bft_nb.llama import FAMILIES, LEAST, Added, LayerFilter, LayerTrace, Seen
 from bft_nb.qa import check_share
@@ -533,8 +534,9 @@ def reporting(
 ) -> Iterator[None]:
     "Hand what filters and gates report to a function, while the block runs; nothing, if there are none."
     with ExitStack() as stack:
-        for kind in (LayerFilter, Gate):
-            for layer, part in enumerate(m for m in model.modules() if isinstance(m, kind)):
+        for name, part in model.named_modules():
+            if isinstance(part, Added):
+                layer = int(re.findall(r"layers\.(\d+)\.", name)[-1])  # peft keeps a copy of each part, so counting them would not do
                 hook = part.report.register_forward_hook(lambda module, args, record, layer=layer, part=part: receive(layer, report_of(part, record)))
                 stack.callback(hook.remove)
         yield
@@ -587,7 +589,8 @@ def measure_sinks(
     Raises `TypeError` for a model of another family, `ValueError` for texts that are too long or too short for it.
     """
     check_measurable(model, ids)
-    bins, layers = position_bins(ids.shape[1]), defaultdict(dict)
+    bins = position_bins(ids.shape[1])
+    layers: dict[int, dict[str, Tensor]] = defaultdict(dict)
 
     def keep(layer: int, found: dict[str, Tensor]) -> None:
         layers[layer].update({name: binned(x.float(), bins) for name, x in found.items()})

@@ -23,7 +23,7 @@
 study = "scratch"  # "pretrained": as it is; "tuned": after some steps on running text, all weights; "scratch": from random weights
 model = "tiny"  # pretrained, tuned: "smollm2", an id of the hub, a folder; scratch: "small" (5.6 million parameters); "tiny" fits all
 method = "bft"  # "sft" (plain), "headwise", "elementwise", "sink" (learnt logits) or "bft"
-start = "letter"  # of the filter: "letter" (β = 1, the paper's) or "shipped" (chapter 40: leaves a pretrained model what it is)
+start = "letter"  # of the filter: "letter" (both β at 1, the paper's) or "shipped" (chapter 40's, which leaves a pretrained model what it is)
 text = "lookup"  # or "qa": contexts of four sets to learn from, of squad_v1.1_dev to be measured on
 length = 128  # tokens of a text, BOS included
 windows = 4  # texts that are measured
@@ -319,7 +319,7 @@ left.legend(fontsize=8)
 plt.show()
 
 # %% [markdown]
-# Are the formulas of chapter 43 those of real heads? Each dot is a head, at the bin that ends at 1,024 (or the last). Equation (43.1) has no free number: the line is $1/m^2$. In (43.2) the scatter lies between the two curves, whatever the others say, if the sink's value is zero. And (43.4) tells on which side a filtering head lies: below 1, its gain rises as it closes.
+# Are the formulas of chapter 43 those of real heads? Each dot is a head, at the bin that ends at 1,024 (or the last). By (43.1) none may lie above the left line, that of an even spread over all other keys, except that a dot is a mean over queries and the line is curved. By (43.2) the scatter lies between the two curves, whatever the others say, if the sink's value is zero. And (43.4) tells on which side a filtering head lies: below 1, its gain rises as it closes. The line there is that of a head calibrated at its own mass, with $\mu = 0$.
 
 # %%
 #| label: fig-heads
@@ -328,8 +328,8 @@ plt.show()
 plain, filtered = heads("pretrained", "sft"), heads("pretrained", "bft")
 at = int(np.abs(plain["high"] - 1024).argmin())
 m = torch.linspace(0.01, 1, 200)
-fig, axes = plt.subplots(1, 3, figsize=(8, 2.8))
-dots = dict(s=6, color=COLOUR["posterior"], alpha=0.6, linewidths=0)
+fig, axes = plt.subplots(1, 3, figsize=(6.8, 2.4))
+dots = dict(s=4, color=COLOUR["posterior"], linewidths=0)
 of = {name: plain[name][..., at].ravel() for name in ("mass", "n_eff", "scatter", "others")}
 axes[0].scatter(of["mass"], of["n_eff"], **dots)
 axes[0].plot(m, 1 / sink_kappa(m, torch.tensor(float(plain["high"][at]))), color=COLOUR["truth"], linewidth=1)
@@ -379,7 +379,7 @@ lengths = 2 ** np.arange(6, 11)
 right.plot(lengths, np.log2(lengths / 64), color=COLOUR["prior"], linewidth=0.6)
 for ax, ylabel in ((left, "gate g, gain K"), (right, "change of log₂ odds")):
     ax.set_xscale("log", base=2)
-    ax.set(xlabel="length of the context [tokens]", ylabel=ylabel, xticks=lengths, xticklabels=lengths)
+    ax.set(xlabel="length of the context [tokens]", ylabel=ylabel, xlim=(58, 1130), xticks=lengths, xticklabels=lengths)
 if left.get_legend_handles_labels()[0]:
     left.legend(fontsize=8)
 plt.show()
