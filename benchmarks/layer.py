@@ -17,6 +17,7 @@ import time
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler would print a line per use
 import torch  # noqa: E402
+from memory import peak_bytes  # noqa: E402
 from torch import nn  # noqa: E402
 
 from bft_nb.attention import IMPLEMENTATIONS  # noqa: E402
@@ -48,17 +49,6 @@ def cpu_seconds(run, at_least: float = 0.05) -> float:
         run()
         calls += 1
     return used / calls
-
-
-def peak_bytes(run) -> int:
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as p:
-        run()
-    live = peak = 0
-    for event in p.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            live += event.nbytes()
-            peak = max(peak, live)
-    return peak
 
 
 def compare(t: int, batch: int, d: int, heads: int, rounds: int, impls: list[str]) -> None:

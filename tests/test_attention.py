@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from memory import peak_bytes
 from torch.testing import assert_close
 
 from bft_nb.attention import NO_EVIDENCE, moments_blocked, observe
@@ -172,18 +173,6 @@ def test_precision_reading_counts_keys():
     w = kriging_weights(q @ k.mT / 2**0.5, lam_bar[:, None], triangle)
     s2_0, keys = kriging_variance(w, lam_bar[:, None]).unsqueeze(-1), torch.arange(1, 7)[None, None, :, None]
     assert_close(seen.precision.reciprocal(), (s2_0 + scatter(w, v)) / keys)
-
-
-def peak_bytes(run):
-    "Largest number of live bytes that `run` adds, by the profiler's allocation events."
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as p:
-        run()
-    live = peak = 0
-    for event in p.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            live += event.nbytes()
-            peak = max(peak, live)
-    return peak
 
 
 @pytest.mark.parametrize("mask", [None, "padding"])
