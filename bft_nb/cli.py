@@ -32,6 +32,7 @@ def _run_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--force", action="store_true", help="run again even if the same run is there")
     p.add_argument("--quiet", action="store_true", help="no progress bar, no output of the notebook")
     p.add_argument("--list", action="store_true", help="print the notebook's parameters with their defaults and stop")
+    p.add_argument("--dry-run", action="store_true", help="say what would be needed: model, data, steps, memory; exit status 1 if something is missing")
 
 
 def _typed(name: str, text: str, allowed: dict) -> object:
@@ -47,7 +48,14 @@ def _run(a: argparse.Namespace) -> int:
     names = [name for name, _ in a.parameter]
     if twice := sorted({n for n in names if names.count(n) > 1}):
         raise ValueError(f"parameter {twice[0]!r} is given twice")
-    done = runner.run(a.notebook, {n: _typed(n, v, allowed) for n, v in a.parameter}, out=a.out, force=a.force, progress=not a.quiet)
+    given = {n: _typed(n, v, allowed) for n, v in a.parameter}
+    if a.dry_run:
+        from bft_nb import plan
+
+        text, could = plan.report(a.notebook, given, a.out)
+        print(text)
+        return int(not could)
+    done = runner.run(a.notebook, given, out=a.out, force=a.force, progress=not a.quiet)
     note = "kept: this run is there already (--force runs it again)" if done.status == "kept" else f"done in {done.seconds:.0f} s"
     print(f"{note}\n{done.output}")
     return 0

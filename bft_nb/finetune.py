@@ -9,7 +9,7 @@ import io
 import math
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from bft_nb.core import check_count, check_option, check_positive
 from bft_nb.models import load_model
 from bft_nb.qa import Collator, Example, loss_func
 
-__all__ = ["ADAPTERS", "DTYPES", "METHODS", "Method", "Prepared", "Tuned", "answering", "convert_for", "finetune", "length_grouped", "prepare"]
+__all__ = ["ADAPTERS", "DTYPES", "METHODS", "Method", "Prepared", "Tuned", "adapted", "added_parameters", "answering", "converted", "finetune", "length_grouped", "prepare"]
 
 
 class Method(NamedTuple):
@@ -55,28 +55,38 @@ class Prepared(NamedTuple):
     filtering: int  # parameters of the filter, or of the gates, among them
 
 
-def convert_for(
-    model: nn.Module,  # a plain causal language model
-    method: str,  # a key of `METHODS`
-    batch: Mapping[str, torch.Tensor] | None = None,  # tokens that set the scales of the filter
-    **start: Any,  # of the filter: keywords of `bft_nb.llama.convert`
-) -> int:  # how many parameters are new
-    "Give a model the layers that a method wants, in place. Raises `ValueError` for an unknown method, `TypeError` for a model that can't be converted."
-    check_option("method", method, METHODS)
-    kind = METHODS[method].added
-    if not kind:
-        return 0
-    from bft_nb.llama import added, calibrate, convert
-
-    if kind == "gate":
+def converted(model: nn.Module, method: str, **start: Any) -> nn.Module:
+    "The model with the layers of a method; a filter is not calibrated yet. `start` as for `prepare`."
+    if METHODS[method].added == "gate":
         from bft_nb.gates import convert_gated
 
-        convert_gated(model, method)
-    else:
-        convert(model, **start)
-        if batch is not None:
-            calibrate(model, batch)
+        return convert_gated(model, method)
+    if METHODS[method].added == "bft":
+        from bft_nb.llama import convert
+
+        return convert(model, **start)
+    return model
+
+
+def added_parameters(model: nn.Module, method: str) -> int:
+    "Parameters that a converted model has beyond the plain one."
+    if not METHODS[method].added:
+        return 0
+    from bft_nb.llama import added
+
     return sum(p.numel() for part in added(model) for p in part.parameters())
+
+
+def adapted(model: nn.Module, method: str, adapter: str, rank: int) -> nn.Module:
+    "The model with what is trained set to require a gradient."
+    if adapter == "full":
+        return model
+    from peft import LoraConfig, get_peft_model
+
+    saved = [METHODS[method].added] if METHODS[method].added else None
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)  # peft asks by the old name
+        return get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=PROJECTIONS, modules_to_save=saved, task_type="CAUSAL_LM"))
 
 
 def prepare(
@@ -95,21 +105,18 @@ def prepare(
     check_option("method", method, METHODS)
     check_option("adapter", adapter, ADAPTERS)
     check_count("rank", rank)
+    if METHODS[method].added == "bft" and not calibration:
+        raise ValueError("calibration must hold one text at least: the filter's scales are measured on it")
     model, tokenizer = load_model(name, dtype)
-    saved, batch = METHODS[method].added, None
-    if saved == "bft":
-        if not calibration:
-            raise ValueError("calibration must hold one text at least: the filter's scales are measured on it")
-        batch = tokenizer(list(calibration), return_tensors="pt", padding=True, truncation=True, max_length=max_length)
-    filtering = convert_for(model, method, batch, **start)
-    torch.manual_seed(seed)
-    if adapter == "lora":
-        from peft import LoraConfig, get_peft_model
+    model = converted(model, method, **start)
+    if METHODS[method].added == "bft":
+        from bft_nb.llama import calibrate
 
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)  # peft asks by the old name
-            model = get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=PROJECTIONS, modules_to_save=[saved] if saved else None, task_type="CAUSAL_LM"))
-    return Prepared(model, tokenizer, sum(p.numel() for p in model.parameters() if p.requires_grad), filtering)
+        calibrate(model, tokenizer(list(calibration), return_tensors="pt", padding=True, truncation=True, max_length=max_length))
+    more = added_parameters(model, method)
+    torch.manual_seed(seed)
+    model = adapted(model, method, adapter, rank)
+    return Prepared(model, tokenizer, sum(p.numel() for p in model.parameters() if p.requires_grad), more)
 
 
 class Tuned(NamedTuple):
@@ -150,7 +157,7 @@ def finetune(
     *,
     steps: int,
     lr: float,  # at its highest: it rises over a twentieth of the steps and falls linearly to zero
-    precision_lr: float | None = None,  # of what only a filter has; None: the same
+    precision_lr: float | None = None,  # of what the method adds to the layers; None: the same
     batch_size: int = 4,
     seed: int = 0,  # order of examples and dropout
     dtype: str = "float32",  # "bfloat16": autocast

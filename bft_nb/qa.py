@@ -4,12 +4,12 @@
 
 # %% auto #0
 __all__ = ['QA_SETS', 'GOLD', 'DISTRACTORS', 'TEMPLATE', 'IGNORED', 'TRUNCATE', 'LOSSES', 'Question', 'check_question', 'lookup',
-           'QASet', 'qa_set', 'from_row', 'official_file', 'load_questions', 'among', 'nq_with_distractors', 'prompt',
-           'Example', 'check_tokenizer', 'prompt_ids', 'answer_ids', 'window', 'shorten', 'encode', 'check_share',
-           'corrupt', 'swap_answers', 'check_example', 'pad', 'Collator', 'cross_entropy', 'focal',
-           'generalised_cross_entropy', 'loss_weight', 'label_log_probs', 'answer_loss', 'loss_func', 'noise_floor',
-           'evaluating', 'first_line', 'answer', 'mean_nll', 'normalise', 'subspan', 'Scores', 'score', 'Estimate',
-           'interval']
+           'QASet', 'qa_set', 'from_row', 'own_file', 'official_file', 'load_questions', 'among', 'Retrieved',
+           'nq_retrieved', 'nq_with_distractors', 'prompt', 'Example', 'check_tokenizer', 'prompt_ids', 'answer_ids',
+           'window', 'shorten', 'encode', 'check_share', 'corrupt', 'swap_answers', 'check_example', 'pad', 'Collator',
+           'cross_entropy', 'focal', 'generalised_cross_entropy', 'loss_weight', 'label_log_probs', 'answer_loss',
+           'loss_func', 'noise_floor', 'evaluating', 'first_line', 'answer', 'mean_nll', 'normalise', 'subspan',
+           'Scores', 'score']
 
 # %% ../nbs/41_qa.ipynb #a9d5650b
 import difflib
@@ -157,7 +157,7 @@ def from_row(
     return Question(str(row["id"]), row["question"].strip(), row["context"], answers, start, row["title"])
 
 # %% ../nbs/41_qa.ipynb #c0590e9d
-def _own_file(name: str) -> Path | None:
+def own_file(name: str) -> Path | None:
     "qa/NAME or NAME in `BFT_DATA`, or None."
     folder = data_dir()
     return next((p for p in (folder / "qa" / name, folder / name) if p.is_file()), None) if folder else None
@@ -170,7 +170,7 @@ def official_file(
     "The publisher's file: from `BFT_DATA`, else the cache, else downloaded; `DownloadError` naming both ways where that fails."
     ways = f"put {entry.name}.parquet{'' if entry.source is None else ' or ' + entry.source.filename} into a folder and set BFT_DATA to it"
     if entry.source is None: raise DownloadError(f"{entry.title} is not published as a file of its own ({entry.page}): {ways}")
-    if own := _own_file(entry.source.filename): return own
+    if own := own_file(entry.source.filename): return own
     try: return fetch(entry.source, cache_dir() / "official", progress)
     except DownloadError as e: raise DownloadError(f"{e}\nEither run again with access to {entry.page}, or {ways}") from e
 
@@ -200,7 +200,7 @@ def load_questions(
     """
     if name == "lookup": return lookup()
     entry = qa_set(name)
-    own = _own_file(f"{name}.parquet")
+    own = own_file(f"{name}.parquet")
     path = own or official_file(entry, progress)
     questions = [from_row(r) for r in (_prepared(path, name) if own else getattr(qa_formats, entry.reader)(path))]
     found = (len(questions), len({q.context for q in questions}) if entry.contexts else None)
@@ -223,26 +223,48 @@ def among(
     return qa_formats.documents([*distractors[:at], gold, *distractors[at:]])
 
 # %% ../nbs/41_qa.ipynb #32ee442b
-def nq_with_distractors(
-    k: int,  # distractors, 0 … 20
-    gold: str = "first",  # where the passage with the answer stands: "first", "middle" or "last"
-) -> list[Question]:  # 2,652 of the 2,655 questions
-    """NQ-Open questions over a gold passage and k BM25 distractors, from `BFT_DATA` (our own file, which is not published).
+class Retrieved(NamedTuple):
+    "A question with the passage that answers it and passages that do not, each a title and a text."
 
-    Raises `ValueError` for a k or place that is not offered, `bft_nb.download.DownloadError` without the files, naming the published alternative."""
-    check_count("k", k, 0)
-    if k > DISTRACTORS: raise ValueError(f"k must be at most {DISTRACTORS}, got {k}")
-    check_option("gold", gold, GOLD)
+    id: str
+    question: str
+    answers: tuple[str, ...]
+    gold: tuple[str, str]
+    distractors: tuple[tuple[str, str], ...]  # best match first
+
+    def over(self, k: int, place: str = "first") -> Question:
+        "The question over the gold passage and the first k distractors; `ValueError` for a k or place that is not offered."
+        check_count("k", k, 0)
+        if k > len(self.distractors): raise ValueError(f"k must be at most {len(self.distractors)}, got {k}")
+        return Question(self.id, self.question, among(self.gold, self.distractors[:k], place), self.answers)
+
+# %% ../nbs/41_qa.ipynb #8dae866b
+def nq_retrieved() -> list[Retrieved]:  # 2,652 of the 2,655 questions
+    """NQ-Open questions with a gold passage and 20 BM25 distractors, from `BFT_DATA` (our own file, which is not published).
+
+    Raises `bft_nb.download.DownloadError` without the files, naming the published alternative."""
     rows, passages = (qa_formats.parquet(_own_copy(f"nq_open_{file}.parquet"), columns) for file, columns in (
         ("bm25_distractors", ("question", "answers", "gold_title", "gold_text", "distractor_pids")), ("distractor_passages", ("pid", "title", "text"))))  # fmt: skip
     text = {p["pid"]: (p["title"], p["text"]) for p in passages}
-    full = [(n, r) for n, r in enumerate(rows) if len(r["distractor_pids"]) >= DISTRACTORS]
-    context = {n: among((r["gold_title"], r["gold_text"]), [text[pid] for pid in r["distractor_pids"][:k]], gold) for n, r in full}
-    return [Question(f"nq-{n}", r["question"].strip(), context[n], tuple(dict.fromkeys(r["answers"]))) for n, r in full]
+    return [
+        Retrieved(f"nq-{n}", r["question"].strip(), tuple(dict.fromkeys(r["answers"])), (r["gold_title"], r["gold_text"]), tuple(text[pid] for pid in r["distractor_pids"][:DISTRACTORS]))
+        for n, r in enumerate(rows) if len(r["distractor_pids"]) >= DISTRACTORS
+    ]  # fmt: skip
+
+# %% ../nbs/41_qa.ipynb #efcad392
+def nq_with_distractors(
+    k: int,  # distractors, 0 … 20
+    gold: str = "first",  # where the passage with the answer stands: "first", "middle" or "last"
+) -> list[Question]:
+    "`nq_retrieved` with k of the distractors; `ValueError` for a k or place that is not offered."
+    check_count("k", k, 0)
+    if k > DISTRACTORS: raise ValueError(f"k must be at most {DISTRACTORS}, got {k}")
+    check_option("gold", gold, GOLD)
+    return [r.over(k, gold) for r in nq_retrieved()]
 
 # %% ../nbs/41_qa.ipynb #22fbf29c
 def _own_copy(file: str) -> Path:
-    if found := _own_file(file): return found
+    if found := own_file(file): return found
     raise DownloadError(f"{file} is not published: set BFT_DATA to a folder that holds it, or use load_questions('nq_open_20_gold_at_0') and its like, whose passages Lost in the Middle publishes")
 
 # %% ../nbs/41_qa.ipynb #207d53cb
@@ -630,27 +652,3 @@ def score(
         found = squad({"id": q.id, "prediction_text": first_line(text)}, target)
         rows.append((float(found["exact_match"]) / 100, float(found["f1"]) / 100, float(subspan(text, q.answers))))
     return Scores(*np.array(rows).T)
-
-# %% ../nbs/41_qa.ipynb #fdbf57ca
-class Estimate(NamedTuple):
-    "A mean over questions with its bootstrap interval."
-
-    mean: float
-    low: float
-    high: float
-    n: int
-
-# %% ../nbs/41_qa.ipynb #9c73a4b8
-def interval(
-    values: Float[np.ndarray, " n"],  # per question; a difference of two methods, for a paired comparison
-    n: int = 2000,  # resamples
-    seed: int = 0,
-    confidence: float = 0.95,
-) -> Estimate:
-    "Percentile bootstrap of the mean over questions [@efron1993bootstrap]; `ValueError` without questions or for a confidence outside 0 … 1."
-    from bft_nb.ranking import _bootstrap
-
-    if not len(values): raise ValueError("values must hold one question at least")
-    check_count("n", n)
-    if not 0 < confidence < 1: raise ValueError(f"confidence must lie in 0 … 1, got {confidence}")
-    return Estimate(*_bootstrap(np.asarray(values, dtype=float), n, seed, confidence))

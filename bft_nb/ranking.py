@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['check_finite', 'check_integers', 'check_seen', 'check_targets', 'ranks', 'hit_rate', 'ndcg', 'reciprocal_rank',
-           'Ranking', 'repeated', 'protocol', 'wilson_interval', 'Stratum', 'by_stratum', 'Difference',
+           'Ranking', 'repeated', 'protocol', 'wilson_interval', 'Stratum', 'by_stratum', 'Estimate', 'bootstrap_mean',
            'paired_bootstrap']
 
 # %% ../nbs/32_ranking.ipynb #a585c8fd
@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torchmetrics import Metric
 
-from .core import check_flag
+from .core import check_count, check_flag
 
 # %% ../nbs/32_ranking.ipynb #0d93d272
 def check_finite(
@@ -236,8 +236,8 @@ def by_stratum(
     return rows
 
 # %% ../nbs/32_ranking.ipynb #9d1e3820
-class Difference(NamedTuple):
-    "Mean of metric(a) − metric(b) over users, with its bootstrap interval."
+class Estimate(NamedTuple):
+    "A mean over users (or questions) with its bootstrap interval."
 
     mean: float
     low: float
@@ -245,6 +245,28 @@ class Difference(NamedTuple):
     n: int  # users
 
 # %% ../nbs/32_ranking.ipynb #4b8529e9
+def bootstrap_mean(
+    values: Float[np.ndarray, " m"],  # per user; differences of two models, for a paired comparison
+    n: int = 2000,  # resamples
+    seed: int = 0,
+    confidence: float = 0.95,
+) -> Estimate:
+    "Percentile bootstrap of a mean [@efron1993bootstrap], by `scipy.stats.bootstrap`; `ValueError` without users or for a confidence outside 0 … 1."
+    from scipy.stats import bootstrap
+
+    if not len(values):
+        raise ValueError("values must hold one number at least")
+    check_count("n", n)
+    if not 0 < confidence < 1:
+        raise ValueError(f"confidence must lie in 0 … 1, got {confidence}")
+    mean = float(values.mean())
+    if len(values) < 2 or np.ptp(values) == 0:
+        return Estimate(mean, mean, mean, len(values))
+    rng = np.random.default_rng(seed)
+    interval = bootstrap((values,), np.mean, n_resamples=n, batch=64, method="percentile", confidence_level=confidence, rng=rng).confidence_interval
+    return Estimate(mean, float(interval.low), float(interval.high), len(values))
+
+# %% ../nbs/32_ranking.ipynb #b00f551e
 def paired_bootstrap(
     ranks_a: Int[Tensor, "*seeds_a m"],  # of several trainings, if there are: their metric is averaged per user
     ranks_b: Int[Tensor, "*seeds_b m"],  # the same users in the same order
@@ -253,30 +275,15 @@ def paired_bootstrap(
     n: int = 2000,  # resamples
     seed: int = 0,
     confidence: float = 0.95,
-) -> dict[str, Difference]:  # keys "all" and, with strata, "0", "1", …
-    "Percentile bootstrap over users of the paired difference [@efron1993bootstrap], by `scipy.stats.bootstrap`."
+) -> dict[str, Estimate]:  # metric(a) − metric(b); keys "all" and, with strata, "0", "1", …
+    "Bootstrap over users of the paired difference, by `bootstrap_mean`."
     a, b = torch.as_tensor(ranks_a), torch.as_tensor(ranks_b)
     if a.ndim == 0 or b.ndim == 0 or a.shape[-1] != b.shape[-1] or not a.numel() or not b.numel():
         raise ValueError(f"ranks must be of the same users, one at least, got shapes {tuple(a.shape)} and {tuple(b.shape)}")
-    if n < 1 or not 0 < confidence < 1:
-        raise ValueError(f"n must be at least 1 and confidence lie in 0 … 1, got {n} and {confidence}")
     if strata is not None and np.shape(strata) != a.shape[-1:]:
         raise ValueError(f"strata must have one entry per user, ({a.shape[-1]},), got {np.shape(strata)}")
     difference = (metric(a).reshape(-1, a.shape[-1]).mean(0) - metric(b).reshape(-1, b.shape[-1]).mean(0)).numpy()
     groups = {"all": np.ones(len(difference), dtype=bool)}
     if strata is not None:
         groups |= {str(s): np.asarray(strata) == s for s in np.unique(strata)}
-    return {name: _bootstrap(difference[rows], n, seed, confidence) for name, rows in groups.items()}
-
-# %% ../nbs/32_ranking.ipynb #b00f551e
-def _bootstrap(difference: np.ndarray, n: int, seed: int, confidence: float) -> Difference:
-    from scipy.stats import bootstrap
-
-    mean = float(difference.mean())
-    if len(difference) < 2 or np.ptp(difference) == 0:
-        return Difference(mean, mean, mean, len(difference))
-    rng = np.random.default_rng(seed)
-    interval = bootstrap(
-        (difference,), np.mean, n_resamples=n, batch=64, method="percentile", confidence_level=confidence, rng=rng
-    ).confidence_interval
-    return Difference(mean, float(interval.low), float(interval.high), len(difference))
+    return {name: bootstrap_mean(difference[rows], n, seed, confidence) for name, rows in groups.items()}

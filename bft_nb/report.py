@@ -11,7 +11,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from bft_nb.ranking import Difference, ndcg, paired_bootstrap, wilson_interval
+from bft_nb.ranking import Estimate, ndcg, paired_bootstrap, wilson_interval
 from bft_nb.results import load_ranks, load_strata, ranks_path, read_rows
 from bft_nb.runner import checkout
 
@@ -79,7 +79,7 @@ def compare(
     groups: Callable[[Path], np.ndarray] = load_strata,  # what to tell the users of a file apart by
     relative: bool = False,  # in percent of the baseline's mean of the group
     candidate_split: str | None = None,  # where the candidate's ranks are stored, if not under `split`
-) -> dict[str, Difference]:  # keys "all", and per group: "0" (rarest) … "3"
+) -> dict[str, Estimate]:  # keys "all", and per group: "0" (rarest) … "3"
     "Candidate minus baseline, averaged over the seeds that both have, with a bootstrap interval over users (the same in both); `ValueError` if they share no seed."
     candidate, baseline = (rows[rows["seed"].isin(others["seed"])] for rows, others in ((candidate, baseline), (baseline, candidate)))
     (a, strata), (b, other) = seed_ranks(candidate, candidate_split or split, folder, groups), seed_ranks(baseline, split, folder, groups)
@@ -91,7 +91,7 @@ def compare(
     level = metric(torch.as_tensor(b)).reshape(b.shape).mean(0).numpy()
     levels = {"all": level.mean()} | {str(g): level[strata == g].mean() for g in np.unique(strata)}
     percent = {g: 100 / level if level else math.nan for g, level in levels.items()}
-    return {g: Difference(d.mean * percent[g], d.low * percent[g], d.high * percent[g], d.n) for g, d in found.items()}
+    return {g: Estimate(d.mean * percent[g], d.low * percent[g], d.high * percent[g], d.n) for g, d in found.items()}
 
 
 def interval(value: float, n: int) -> tuple[float, float]:
@@ -112,7 +112,7 @@ def choose(
     return rows[keep]
 
 
-def signed(d: Difference, digits: int = 4) -> str:
+def signed(d: Estimate, digits: int = 4) -> str:
     "`+0.0012 [−0.0003, +0.0025]`."
     mean, low, high = (f"{x:+.{digits}f}".replace("-", "−") for x in (d.mean, d.low, d.high))
     return f"{mean} [{low}, {high}]"

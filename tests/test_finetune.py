@@ -1,10 +1,11 @@
 "Fine-tuning: every method trains, a killed run goes on, bad input is named."
 
+import numpy as np
 import pytest
 import torch
 
 from bft_nb import finetune as ft
-from bft_nb.finetune import METHODS, finetune, prepare
+from bft_nb.finetune import METHODS, answering, finetune, length_grouped, prepare
 from bft_nb.qa import Collator, encode, lookup
 from bft_nb.results import load_answers, save_answers
 
@@ -76,7 +77,7 @@ def test_a_killed_run_goes_on(method, questions, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [(dict(steps=0), "steps must be at least 1, got 0"), (dict(batch_size=0), "batch_size"), (dict(lr=0.0), "lr must be positive"), (dict(method="dpo"), "got 'dpo'")],
+    [(dict(steps=0), "steps must be at least 1, got 0"), (dict(batch_size=0), "batch_size"), (dict(lr=0.0), "lr must be positive"), (dict(method="dpo"), "got 'dpo'"), (dict(dtype="float16"), "dtype must be one of 'float32', 'bfloat16', got 'float16'")],
 )
 def test_bad_arguments(change, message, questions):
     made, examples, collate = ready("sft", questions)
@@ -92,6 +93,37 @@ def test_a_filter_needs_texts_and_a_known_adapter(questions):
         prepare("tiny", "bft")
     with pytest.raises(ValueError, match="adapter must be one of 'lora', 'full', got 'ia3'"):
         prepare("tiny", "sft", adapter="ia3")
+
+
+@pytest.mark.parametrize("n", [3, 64, 1000])
+def test_batches_hold_rows_of_similar_length_and_every_example_before_any_again(n):
+    lengths = np.random.default_rng(1).integers(50, 130, n).tolist()
+    order = length_grouped(lengths, 60, 4, seed=2)
+    assert order == length_grouped(lengths, 60, 4, seed=2) != length_grouped(lengths, 60, 4, seed=3)
+    uses = np.bincount(order, minlength=n)
+    assert len(order) == 240 and uses.max() - uses.min() <= 1
+    if n == 1000:
+        padded = sum(max(lengths[i] for i in order[at : at + 4]) * 4 for at in range(0, 240, 4))
+        assert padded < 1.05 * sum(lengths[i] for i in order)
+
+
+@pytest.mark.parametrize("method", ["sft", "bft"])
+def test_the_model_is_asked_as_it_was_tuned(method, questions):
+    made, examples, collate = ready(method, questions)
+    finetune(made.model, examples, collate, method, **QUICK)
+    batch = collate(examples[:3])
+    batch.pop("labels")
+    made.model.eval()
+    with torch.no_grad():
+        before = made.model(**batch).logits
+        with answering(made.model) as lm:
+            torch.testing.assert_close(lm(**batch).logits, before, atol=1e-4, rtol=1e-4)
+            assert all(m.merged for m in lm.modules() if hasattr(m, "lora_A"))
+        with answering(made.model, "bfloat16") as lm:
+            assert not torch.equal(lm(**batch).logits.float(), before)
+        torch.testing.assert_close(made.model(**batch).logits, before, atol=1e-4, rtol=1e-4)
+    with pytest.raises(ValueError, match="dtype must be one of"), answering(made.model, "float16"):
+        pass
 
 
 def test_answers_are_stored_with_their_scores(tmp_path):

@@ -383,14 +383,6 @@ def test_subspan(prediction, answers, wanted):
     assert qa.subspan(prediction, answers) is wanted
 
 
-def test_intervals():
-    values = np.random.default_rng(0).random(300)
-    found = qa.interval(values)
-    assert found.low < found.mean < found.high and found.n == 300 and found.mean == pytest.approx(values.mean())
-    assert found.high - found.low == pytest.approx(2 * 1.96 * values.std() / 300**0.5, rel=0.15)
-    assert qa.interval(np.ones(4)) == (1, 1, 1, 4)
-
-
 # the embedded task ------------------------------------------------------------------------------------------------------
 
 
@@ -563,8 +555,6 @@ def test_real_distractors():
         (lambda: inspect.unwrap(qa.check_example)(Example(torch.tensor([1]), torch.tensor([1, 2]))), ValueError, "must have one shape"),
         (lambda: qa.score([], []), ValueError, "one at least: got 0 and 0"),
         (lambda: qa.score(["7"], [ADA, ADA]), ValueError, "got 1 and 2"),
-        (lambda: qa.interval(np.zeros(0)), ValueError, "one question at least"),
-        (lambda: qa.interval(np.zeros(3), confidence=95.0), ValueError, "confidence must lie in 0 … 1, got 95"),
         (lambda: lookup(3, 7), ValueError, "facts must be at most 6, the number of things, got 7"),
         (lambda: lookup(0), ValueError, "n must be at least 1, got 0"),
         (lambda: qa.load_questions("squad_v1.1_dv"), ValueError, "did you mean 'squad_v1.1_dev'"),

@@ -14,7 +14,7 @@ from torchmetrics.retrieval import RetrievalHitRate, RetrievalMRR, RetrievalNorm
 
 import bft_nb.ranking as ranking
 from bft_nb.interactions import popularity_strata
-from bft_nb.ranking import Ranking, by_stratum, hit_rate, ndcg, paired_bootstrap, protocol, ranks, reciprocal_rank, repeated, wilson_interval
+from bft_nb.ranking import Ranking, bootstrap_mean, by_stratum, hit_rate, ndcg, paired_bootstrap, protocol, ranks, reciprocal_rank, repeated, wilson_interval
 
 close = torch.testing.assert_close
 
@@ -204,6 +204,18 @@ def test_wilson_by_formula():
     centre, half = (p + z**2 / (2 * n)) / (1 + z**2 / n), z / (1 + z**2 / n) * math.sqrt(p * (1 - p) / n + z**2 / (4 * n**2))
     assert wilson_interval(hits, n) == pytest.approx((centre - half, centre + half))
     assert wilson_interval(0, 10)[0] == 0 and math.isnan(wilson_interval(0, 0)[0])
+
+
+def test_interval_of_a_mean():
+    values = np.random.default_rng(0).random(300)
+    found = bootstrap_mean(values)
+    assert found.low < found.mean < found.high and found.n == 300 and found.mean == pytest.approx(values.mean())
+    assert found.high - found.low == pytest.approx(2 * 1.96 * values.std() / 300**0.5, rel=0.15)
+    assert bootstrap_mean(np.ones(4)) == (1, 1, 1, 4)
+    with pytest.raises(ValueError, match="one number at least"):
+        bootstrap_mean(np.zeros(0))
+    with pytest.raises(ValueError, match="confidence must lie in 0 … 1, got 95"):
+        bootstrap_mean(np.zeros(3), confidence=95.0)
 
 
 def test_bootstrap_covers_and_is_seeded():

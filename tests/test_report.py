@@ -104,7 +104,7 @@ def test_interval_is_wilsons():
 
 
 def test_signed():
-    from bft_nb.ranking import Difference
+    from bft_nb.ranking import Estimate
 
-    assert report.signed(Difference(0.0012, -0.0003, 0.0025, 9)) == "+0.0012 [−0.0003, +0.0025]"
-    assert report.signed(Difference(1.5, -2.0, 10.0, 9), digits=1) == "+1.5 [−2.0, +10.0]"
+    assert report.signed(Estimate(0.0012, -0.0003, 0.0025, 9)) == "+0.0012 [−0.0003, +0.0025]"
+    assert report.signed(Estimate(1.5, -2.0, 10.0, 9), digits=1) == "+1.5 [−2.0, +10.0]"

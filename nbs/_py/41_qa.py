@@ -50,6 +50,7 @@ from fastcore.test import test_fail
 
 from bft_nb.figures import COLOUR, use_style
 from bft_nb.models import load_model
+from bft_nb.ranking import bootstrap_mean
 from bft_nb.symbolic import assert_same, prove
 
 # %%
@@ -247,7 +248,7 @@ def from_row(
 
 # %%
 #| exports
-def _own_file(name: str) -> Path | None:
+def own_file(name: str) -> Path | None:
     "qa/NAME or NAME in `BFT_DATA`, or None."
     folder = data_dir()
     return next((p for p in (folder / "qa" / name, folder / name) if p.is_file()), None) if folder else None
@@ -262,7 +263,7 @@ def official_file(
     "The publisher's file: from `BFT_DATA`, else the cache, else downloaded; `DownloadError` naming both ways where that fails."
     ways = f"put {entry.name}.parquet{'' if entry.source is None else ' or ' + entry.source.filename} into a folder and set BFT_DATA to it"
     if entry.source is None: raise DownloadError(f"{entry.title} is not published as a file of its own ({entry.page}): {ways}")
-    if own := _own_file(entry.source.filename): return own
+    if own := own_file(entry.source.filename): return own
     try: return fetch(entry.source, cache_dir() / "official", progress)
     except DownloadError as e: raise DownloadError(f"{e}\nEither run again with access to {entry.page}, or {ways}") from e
 
@@ -300,7 +301,7 @@ def load_questions(
     """
     if name == "lookup": return lookup()
     entry = qa_set(name)
-    own = _own_file(f"{name}.parquet")
+    own = own_file(f"{name}.parquet")
     path = own or official_file(entry, progress)
     questions = [from_row(r) for r in (_prepared(path, name) if own else getattr(qa_formats, entry.reader)(path))]
     found = (len(questions), len({q.context for q in questions}) if entry.contexts else None)
@@ -339,28 +340,54 @@ print(among(("Keys", "Ada keeps 7 red keys."), [("Cups", "A cup holds tea."), ("
 
 # %%
 #| exports
-def nq_with_distractors(
-    k: int,  # distractors, 0 … 20
-    gold: str = "first",  # where the passage with the answer stands: "first", "middle" or "last"
-) -> list[Question]:  # 2,652 of the 2,655 questions
-    """NQ-Open questions over a gold passage and k BM25 distractors, from `BFT_DATA` (our own file, which is not published).
+class Retrieved(NamedTuple):
+    "A question with the passage that answers it and passages that do not, each a title and a text."
 
-    Raises `ValueError` for a k or place that is not offered, `bft_nb.download.DownloadError` without the files, naming the published alternative."""
-    check_count("k", k, 0)
-    if k > DISTRACTORS: raise ValueError(f"k must be at most {DISTRACTORS}, got {k}")
-    check_option("gold", gold, GOLD)
+    id: str
+    question: str
+    answers: tuple[str, ...]
+    gold: tuple[str, str]
+    distractors: tuple[tuple[str, str], ...]  # best match first
+
+    def over(self, k: int, place: str = "first") -> Question:
+        "The question over the gold passage and the first k distractors; `ValueError` for a k or place that is not offered."
+        check_count("k", k, 0)
+        if k > len(self.distractors): raise ValueError(f"k must be at most {len(self.distractors)}, got {k}")
+        return Question(self.id, self.question, among(self.gold, self.distractors[:k], place), self.answers)
+
+
+# %%
+#| exports
+def nq_retrieved() -> list[Retrieved]:  # 2,652 of the 2,655 questions
+    """NQ-Open questions with a gold passage and 20 BM25 distractors, from `BFT_DATA` (our own file, which is not published).
+
+    Raises `bft_nb.download.DownloadError` without the files, naming the published alternative."""
     rows, passages = (qa_formats.parquet(_own_copy(f"nq_open_{file}.parquet"), columns) for file, columns in (
         ("bm25_distractors", ("question", "answers", "gold_title", "gold_text", "distractor_pids")), ("distractor_passages", ("pid", "title", "text"))))  # fmt: skip
     text = {p["pid"]: (p["title"], p["text"]) for p in passages}
-    full = [(n, r) for n, r in enumerate(rows) if len(r["distractor_pids"]) >= DISTRACTORS]
-    context = {n: among((r["gold_title"], r["gold_text"]), [text[pid] for pid in r["distractor_pids"][:k]], gold) for n, r in full}
-    return [Question(f"nq-{n}", r["question"].strip(), context[n], tuple(dict.fromkeys(r["answers"]))) for n, r in full]
+    return [
+        Retrieved(f"nq-{n}", r["question"].strip(), tuple(dict.fromkeys(r["answers"])), (r["gold_title"], r["gold_text"]), tuple(text[pid] for pid in r["distractor_pids"][:DISTRACTORS]))
+        for n, r in enumerate(rows) if len(r["distractor_pids"]) >= DISTRACTORS
+    ]  # fmt: skip
+
+
+# %%
+#| exports
+def nq_with_distractors(
+    k: int,  # distractors, 0 … 20
+    gold: str = "first",  # where the passage with the answer stands: "first", "middle" or "last"
+) -> list[Question]:
+    "`nq_retrieved` with k of the distractors; `ValueError` for a k or place that is not offered."
+    check_count("k", k, 0)
+    if k > DISTRACTORS: raise ValueError(f"k must be at most {DISTRACTORS}, got {k}")
+    check_option("gold", gold, GOLD)
+    return [r.over(k, gold) for r in nq_retrieved()]
 
 
 # %%
 #| exports
 def _own_copy(file: str) -> Path:
-    if found := _own_file(file): return found
+    if found := own_file(file): return found
     raise DownloadError(f"{file} is not published: set BFT_DATA to a folder that holds it, or use load_questions('nq_open_20_gold_at_0') and its like, whose passages Lost in the Middle publishes")
 
 
@@ -1055,35 +1082,7 @@ score(["7", "seven", "It is 7 red keys.\nQuestion: 8"], [ada] * 3)
 
 
 # %% [markdown]
-# Means come with an interval over questions, and differences of two methods are taken question by question:
-
-
-# %%
-#| exports
-class Estimate(NamedTuple):
-    "A mean over questions with its bootstrap interval."
-
-    mean: float
-    low: float
-    high: float
-    n: int
-
-
-# %%
-#| exports
-def interval(
-    values: Float[np.ndarray, " n"],  # per question; a difference of two methods, for a paired comparison
-    n: int = 2000,  # resamples
-    seed: int = 0,
-    confidence: float = 0.95,
-) -> Estimate:
-    "Percentile bootstrap of the mean over questions [@efron1993bootstrap]; `ValueError` without questions or for a confidence outside 0 … 1."
-    from bft_nb.ranking import _bootstrap
-
-    if not len(values): raise ValueError("values must hold one question at least")
-    check_count("n", n)
-    if not 0 < confidence < 1: raise ValueError(f"confidence must lie in 0 … 1, got {confidence}")
-    return Estimate(*_bootstrap(np.asarray(values, dtype=float), n, seed, confidence))
+# Means come with an interval over questions, and differences of two methods are taken question by question, by `bootstrap_mean` of chapter 32.
 
 
 # %% [markdown]
@@ -1120,7 +1119,7 @@ held_out_examples = [encode(q, tokenizer, 512) for q in held_out]
 def report(model, examples):
     "Held-out scores of a model, and the loss on the labels it was trained with."
     exact, f1, _ = score(answer(model, tokenizer, held_out, max_new_tokens=6, batch_size=64), held_out)
-    collate, found = Collator(tokenizer), interval(exact)
+    collate, found = Collator(tokenizer), bootstrap_mean(exact)
     row = {"exact": found.mean, "low": found.low, "high": found.high, "F1": f1.mean(), "NLL": mean_nll(model, held_out_examples, collate, 64)}
     return row | {"NLL of its own labels": mean_nll(model, examples, collate, 64)}
 

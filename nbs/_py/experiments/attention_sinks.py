@@ -50,9 +50,12 @@ import torch
 from bft_nb.core import check_option
 from bft_nb.corpus import HELD_OUT, TAUGHT, as_examples, blocks, documents, spread, token_stream
 from bft_nb.figures import COLOUR, use_style
-from bft_nb.finetune import METHODS, answering, convert_for, finetune
+from bft_nb.finetune import METHODS, added_parameters, answering, converted, finetune
+from bft_nb.llama import calibrate
 from bft_nb.models import TINY, load_model, tiny_llama, tiny_tokenizer, title
-from bft_nb.qa import Collator, interval, mean_nll
+from bft_nb.qa import Collator, mean_nll
+from bft_nb.qa_study import ROLES
+from bft_nb.ranking import bootstrap_mean
 from bft_nb.report import choose, configuration, load_rows, results_folder
 from bft_nb.results import append_rows, commit, has_rows, load_arrays, make_rows, ranks_path, run_key, save_arrays
 from bft_nb.runner import checkout
@@ -109,9 +112,10 @@ configuration(params)
 
 # %%
 filtering = dict(STARTS[start], attn_implementation="bft_blocked") if method == "bft" else {}
-added = convert_for(lm, method, {"input_ids": spread(cut["to learn from"], 8)[:, : min(length, 512)]}, **filtering)
-lm.to(place)
-pd.Series({"model": title(model) if study != "scratch" else f"{model} Llama", "parameters": f"{lm.num_parameters():,}", "of a filter or gates": f"{added:,}", "method": METHODS[method].title}).to_frame("")
+lm = converted(lm, method, **filtering).to(place)
+if filtering:
+    calibrate(lm, {"input_ids": spread(cut["to learn from"], 8)[:, :512].to(place)})
+pd.Series({"model": title(model) if study != "scratch" else f"{model} Llama", "parameters": f"{lm.num_parameters():,}", "of a filter or gates": f"{added_parameters(lm, method):,}", "method": METHODS[method].title}).to_frame("")
 
 # %%
 begin = time.perf_counter()
@@ -165,7 +169,7 @@ def slopes(frame: pd.DataFrame) -> dict[str, float]:
     for name in (n for n in BY_LENGTH if n in lines):
         of_text = lines[name].unstack("text")
         values = np.polyfit(np.log2(of_text.index), of_text.to_numpy(), 1)[0]
-        mean, low, high, _ = interval(values)
+        mean, low, high, _ = bootstrap_mean(values)
         found |= {f"slope.{name}": mean, f"slope.{name}.low": low, f"slope.{name}.high": high}
     return found
 
@@ -227,7 +231,6 @@ if not (source / "attention_sinks.csv").exists():
     source = Path((here := tempfile.TemporaryDirectory()).name)
     keep(source)
 stored = load_rows("attention_sinks", source)
-COLOURS = dict(sft=COLOUR["prior"], headwise=COLOUR["baseline"], elementwise=COLOUR["noise"], sink=COLOUR["other"], bft=COLOUR["posterior"])
 STYLES = dict(sft=":", headwise="-.", elementwise="--", sink=(0, (5, 1, 1, 1, 1, 1)), bft="-")
 
 
@@ -372,7 +375,7 @@ for (arm, s), values in (cells("scratch") or cells(study)).items():
     kind = "gate" if METHODS[name].added == "gate" else "gain"
     value, odds = (curve(values, x).loc[64:] for x in (kind, f"{kind}_odds"))
     if len(value):
-        style = dict(color=COLOURS[name], linestyle=STYLES[name], alpha=0.5 if "shipped" in arm else 1.0)
+        style = dict(color=COLOUR[ROLES[name]], linestyle=STYLES[name], alpha=0.5 if "shipped" in arm else 1.0)
         left.plot(value.index, value, **style, label=arm if s == min(seed for a, seed in cells("scratch") or cells(study) if a == arm) else None)
         right.plot(odds.index, (odds - odds.iloc[0]) / math.log(2), **style)
 lengths = 2 ** np.arange(6, 11)

@@ -1,0 +1,116 @@
+"""What the pages of the language studies share: which stored rows make a cell, and differences taken answer by answer.
+
+A cell is a method under one condition at the budget of its study; several seeds of it may be stored. Its learning rate is the one
+that did best on the validation questions. Every function takes what is stored so far, which may be nothing.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from bft_nb.finetune import METHODS
+from bft_nb.ranking import Estimate, bootstrap_mean
+from bft_nb.report import choose, load_rows, results_folder, runs_of, signed
+from bft_nb.results import COLUMNS, load_answers, ranks_path
+
+__all__ = ["ROLES", "advantage", "answers", "both", "cell", "changed", "level", "mean", "outcomes", "per_question", "seeds", "shown", "study_rows", "tuned", "tuning"]
+
+ROLES = {"sft": "baseline", "focal": "noise", "gce": "other", "bft": "posterior", "headwise": "truth", "elementwise": "prior", "sink": "observation"}  # of `bft_nb.figures.COLOUR`
+
+
+def study_rows(experiment: str, folder: Path | None = None, **budget: Any) -> pd.DataFrame:
+    "Stored rows of a study at its budget; without any, an empty table."
+    try:
+        rows = load_rows(experiment, folder)
+    except FileNotFoundError:
+        return pd.DataFrame(columns=list(COLUMNS))
+    slow = rows["precision_lr"] if "precision_lr" in rows else rows["lr"]
+    return choose(rows[slow.isna() | (slow == rows["lr"])], **budget)
+
+
+def tuning(rows: pd.DataFrame, split: str = "valid", **condition: Any) -> pd.DataFrame:
+    "F1 on the validation questions at seed 0 by method (down) and learning rate (across)."
+    tried = choose(rows, seed=0, split=split, metric="f1", **condition)
+    if tried.empty:
+        return pd.DataFrame()
+    table = tried.pivot_table(index="method", columns="lr", values="value")
+    return table.reindex([m for m in METHODS if m in table.index])
+
+
+def tuned(rows: pd.DataFrame, method: str, **condition: Any) -> float | None:
+    "The learning rate that did best there; None if none was tried. Arguments as for `tuning`."
+    table = tuning(rows, **condition)
+    return float(table.loc[method].idxmax()) if method in table.index else None
+
+
+def cell(rows: pd.DataFrame, method: str, lr: float | None, **condition: Any) -> pd.DataFrame:
+    "All seeds of a method at a learning rate under a condition; empty if nothing is stored, or the rate is None."
+    return rows.iloc[:0] if lr is None else choose(rows, method=method, lr=lr, **condition)
+
+
+def answers(rows: pd.DataFrame, split: str = "test", folder: Path | None = None) -> dict[int, dict[str, np.ndarray]]:
+    "Stored answers of a cell by seed: ids, texts, exact, f1 (0 … 1)."
+    return {run["seed"]: load_answers(ranks_path((folder or results_folder()) / "answers", run, split)) for run in runs_of(rows)} if len(rows) else {}
+
+
+def per_question(found: dict[int, dict[str, np.ndarray]], metric: str = "f1") -> np.ndarray:
+    "A score of each question in points of 100, averaged over seeds; none without a seed."
+    if any(not np.array_equal(a["ids"], next(iter(found.values()))["ids"]) for a in found.values()):
+        raise ValueError("the runs were asked different questions")
+    return 100 * np.mean([a[metric] for a in found.values()], axis=0) if found else np.zeros(0)
+
+
+def level(rows: pd.DataFrame, split: str = "test", metric: str = "f1", folder: Path | None = None) -> Estimate | None:
+    "Mean score of a cell with its bootstrap interval over questions; None for an empty cell."
+    values = per_question(answers(rows, split, folder), metric)
+    return bootstrap_mean(values) if len(values) else None
+
+
+def both(candidate: pd.DataFrame, baseline: pd.DataFrame, split: str = "test", folder: Path | None = None) -> tuple[dict, dict]:
+    "Answers of two cells for the seeds that both have; `ValueError` unless they were asked the same."
+    a, b = (answers(rows, split, folder) for rows in (candidate, baseline))
+    a, b = {s: a[s] for s in a if s in b}, {s: b[s] for s in a if s in b}
+    per_question(dict(enumerate([*a.values(), *b.values()])))
+    return a, b
+
+
+def advantage(candidate: pd.DataFrame, baseline: pd.DataFrame, split: str = "test", metric: str = "f1", folder: Path | None = None) -> np.ndarray:
+    "Candidate minus baseline for each question in points of 100, averaged over the seeds that both have; empty if they share no seed."
+    a, b = both(candidate, baseline, split, folder)
+    return per_question(a, metric) - per_question(b, metric)
+
+
+def mean(values: np.ndarray) -> str:
+    "`+1.2 [−0.3, +2.5]`: a mean over questions with its bootstrap interval; nothing for an empty cell."
+    return signed(bootstrap_mean(values), 1) if len(values) else ""
+
+
+def shown(rows: pd.DataFrame, split: str = "test", metric: str = "f1", folder: Path | None = None) -> str:
+    "`42.7 [38.9, 46.4]`: `level` as text; nothing for an empty cell."
+    found = level(rows, split, metric, folder)
+    return "" if found is None else f"{found.mean:.1f} [{found.low:.1f}, {found.high:.1f}]"
+
+
+def seeds(rows: pd.DataFrame, split: str = "test", metric: str = "f1", folder: Path | None = None) -> str:
+    "`42.1 / 43.3`: the mean of each seed."
+    return " / ".join(f"{100 * a[metric].mean():.1f}" for a in answers(rows, split, folder).values())
+
+
+def outcomes(candidate: pd.DataFrame, baseline: pd.DataFrame, names: Sequence[str], split: str = "test", folder: Path | None = None) -> dict[str, int]:
+    "How many answers are right (exact match) in both cells, in one of them, in neither, counted over the seeds that both have."
+    a, b = both(candidate, baseline, split, folder)
+    x, y = (np.concatenate([found[s]["exact"] for s in found]).astype(bool) if found else np.zeros(0, bool) for found in (a, b))
+    return {"both": int((x & y).sum()), f"only {names[0]}": int((x & ~y).sum()), f"only {names[1]}": int((~x & y).sum()), "neither": int((~x & ~y).sum())}
+
+
+def changed(candidate: pd.DataFrame, baseline: pd.DataFrame, names: Sequence[str], n: int = 5, split: str = "test", folder: Path | None = None) -> pd.DataFrame:
+    "The first n questions, in the order in which they were asked, that only the candidate answered exactly, and the first n that only the baseline did (lowest seed that both have)."
+    a, b = both(candidate, baseline, split, folder)
+    if not a:
+        return pd.DataFrame()
+    x, y = a[min(a)], b[min(a)]
+    rows = [i for one, other in ((x, y), (y, x)) for i in np.flatnonzero((one["exact"] == 1) & (other["exact"] == 0))[:n]]
+    return pd.DataFrame({"right": [names[0] if x["exact"][i] else names[1] for i in rows], names[0]: x["texts"][rows], names[1]: y["texts"][rows]}, index=pd.Index(x["ids"][rows], name="question"))

@@ -1,0 +1,242 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: python3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Does a filter read past distractors?
+#
+# > A pretrained Llama is tuned to answer from a passage, and then asked with up to twenty others beside it: plain, with two robust losses, and as a filter.
+#
+# **The paper says** that on NQ-Open, with passages in the context that a search returned and that do not hold the answer, a model tuned as a filter loses less than the same model tuned plainly [@bft2026]. Kriging is made for this: an observation that deserves no belief should get little weight.
+#
+# **What would refute it here**: the loss from no distractor to twenty is not smaller for the filter than for SFT (a difference of paired differences over the same questions), or the filter answers no better with twenty.
+#
+# This page runs *one* cell of the study, one training and all its evaluations; by default a tiny random Llama on made-up facts, offline and in seconds. The second part reads all stored rows.
+
+# %% tags=["parameters"]
+model = "tiny"  # or "smollm2", an id of the hub ("TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T"), a folder
+data = "lookup"  # or "nq_open_bm25_distractors"
+method = "bft"  # "sft", "focal", "gce", "bft"; or "headwise", "elementwise": gated attention (chapter 42)
+ks = [0, 2, 5]  # numbers of distractors at the end; at the second of them the gold passage is also put in the middle and last
+k_train = 2  # most distractors in training
+seed = 0
+steps = 60
+batch_size = 4
+lr = 1e-3  # at its highest
+precision_lr = 0.0  # of what a filter (or gate) adds to the layers; 0: `lr`
+adapter = "lora"  # or "full"
+max_length = 224  # tokens of prompt and answer in training; longer ones are left out
+n_eval = 40  # questions asked at the end; 0: those to choose by alone
+dtype = "float32"  # or "bfloat16": autocast
+store = False  # append the rows to data/results of this checkout?
+
+# %%
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+
+from bft_nb.core import check_option
+from bft_nb.figures import COLOUR, use_style
+from bft_nb.finetune import METHODS, answering, finetune, prepare
+from bft_nb.models import title
+from bft_nb.qa import Collator, answer_ids, check_question, encode, nq_retrieved, prompt, prompt_ids, score
+from bft_nb.qa_study import ROLES, advantage, answers, cell, changed, level, mean, outcomes, per_question, seeds, shown, study_rows, tuned, tuning
+from bft_nb.rag import answer_growing, lookup_retrieved, mixed, snippets
+from bft_nb.report import choose, configuration, results_folder
+from bft_nb.results import append_rows, commit, has_rows, make_rows, ranks_path, run_key, save_answers
+from bft_nb.runner import checkout
+
+# %%
+use_style()
+check_option("method", method, METHODS)
+check_option("data", data, ("lookup", "nq_open_bm25_distractors"))
+if len(ks) < 2 or sorted(set(ks)) != list(ks):
+    raise ValueError(f"ks must be two numbers of distractors at least, in ascending order, got {ks}")
+if store and (model == "tiny" or data == "lookup"):
+    raise ValueError("rows of the tiny model and of made-up facts are not stored: choose model and data, or store=false")
+
+# %% [markdown]
+# ## One cell
+#
+# The run is named by everything that decides its outcome. A filter starts as [chapter 40](../40_llama.ipynb) ships it.
+
+# %%
+words, answer_length = 12, 16  # of a snippet; tokens, end included
+training = dict(steps=steps, batch_size=batch_size, lr=lr)
+params = dict(method=method, ks=ks, k_train=k_train, words=words, adapter=adapter, max_length=max_length, answer_length=answer_length, n_eval=n_eval, dtype=dtype, **training)
+if METHODS[method].added:
+    training["precision_lr"] = params["precision_lr"] = precision_lr or lr
+run = dict(exp="rag_distractors", dataset=data, model=model.rpartition("/")[2], params=params, seed=seed)
+configuration(params)
+
+# %% [markdown]
+# NQ-Open has a passage with the answer (*gold*) for each question; BM25 chose the distractors, without an answer in them, from a pool of 23,160 passages, which is easier than retrieval from all of Wikipedia. So that a CPU can read twenty-one of them, **every passage is cut to a snippet of twelve words, under its title.** Where the snippet begins is drawn at random, for distractors among all places and for the gold passage among those that leave the answer in: nothing about its length or the place of the answer in it tells the gold snippet apart. This is our choice **[D]**; it makes questions harder than with whole passages, for all methods alike.
+
+# %%
+whole = nq_retrieved() if data == "nq_open_bm25_distractors" else lookup_retrieved(400)
+order = np.random.default_rng(0).permutation(len(whole))
+cut = [snippets(whole[i], words) for i in order]
+print(prompt(cut[0].over(2, "middle")))
+
+# %%
+prepared = prepare(model, method, [r.over(k_train).context for r in cut[-8:]], adapter=adapter, max_length=max_length, seed=seed)
+tokenizer = prepared.tokenizer
+title(model), prepared.trainable, prepared.filtering
+
+# %% [markdown]
+# A question is asked at the end, or serves to choose by, or is learnt from, the same for every method and seed. In training each has from none to `k_train` distractors, and the gold snippet stands first, in the middle or last.
+
+
+# %%
+def short(q) -> bool:
+    "Does it fit?"
+    length = len(answer_ids(q.target, tokenizer))
+    return length <= answer_length and len(prompt_ids(q, tokenizer)) + length <= max_length
+
+
+# %%
+asked, valid, taught = cut[:n_eval], cut[-min(100, len(cut) // 4) :], cut[max(n_eval, len(cut) // 5) : -min(100, len(cut) // 4)]
+examples = [encode(q, tokenizer, max_length) for q in mixed(taught, k_train, seed) if short(q)]
+for r in asked + valid: check_question(r.over(0))
+pd.DataFrame({"questions": [len(examples), len(valid), len(asked)]}, index=["to learn from", "to choose by", "to be asked"])
+
+# %%
+folder = checkout() / "runs" / "finetune" / run_key(run) if store else None
+trained = finetune(prepared.model, examples, Collator(tokenizer), method, **training, seed=seed, dtype=dtype, out_dir=folder, progress=store)
+pd.DataFrame(trained.losses).set_index("step").round(3).T
+
+# %% [markdown]
+# Asked with the gold snippet first and more and more distractors behind it, so that each context begins as the one before and nothing is read twice; and, at the second number of distractors, with the gold snippet in the middle and last. The questions to choose by are asked at that number, gold snippet in the middle.
+
+
+# %%
+def ask(retrieved: list, conditions: list[tuple[int, str]]) -> dict[str, tuple[list, list, object]]:
+    "Questions, greedy answers and scores under each condition; neighbours share the beginning of their contexts."
+    questions = [[r.over(k, place) for r in retrieved] for k, place in conditions]
+    with answering(prepared.model, dtype) as lm:
+        said = answer_growing(lm, tokenizer, questions, max_new_tokens=answer_length, batch_size=25)
+    return {f"k{k}.{place}": (qs, texts, score(texts, qs)) for (k, place), qs, texts in zip(conditions, questions, said)}
+
+
+# %%
+measured = {"valid": ask(valid, [(ks[1], "middle")]), "test": {}}
+if n_eval:
+    measured["test"] = ask(asked, [(k, "first") for k in ks]) | ask(asked, [(ks[1], "middle"), (ks[1], "last")])
+found = {(part, name): {"em": s.exact.mean(), "f1": s.f1.mean(), "subspan": s.subspan.mean()} for part, by in measured.items() for name, (_, _, s) in by.items()}
+pd.DataFrame(found).T.round(3)
+
+# %% [markdown]
+# The rows of this run, and its answers. They enter the book's results only on request, and never from the tiny model.
+
+# %%
+values = [(f"{part}-{name}", metric, float(v), len(measured[part][name][1])) for (part, name), of in found.items() for metric, v in of.items()]
+values += [("train", name, v, len(examples)) for name, v in (("loss", trained.losses[-1]["loss"]), ("trainable", prepared.trainable), ("filtering", prepared.filtering))]
+device, now = next(prepared.model.parameters()).device.type, commit()
+rows = [
+    row for split, metric, v, n in values
+    for row in make_rows({metric: v}, **run, split=split, n=n, seconds=round(trained.seconds, 1), device=device, commit=now)
+]  # fmt: skip
+len(rows)
+
+# %%
+if store and not has_rows(results_folder() / "rag_distractors.csv", run):
+    for part, by in measured.items():
+        for name, (qs, texts, s) in by.items():
+            save_answers(ranks_path(results_folder() / "answers", run, f"{part}-{name}"), [q.id for q in qs], texts, s.exact, s.f1)
+    append_rows(results_folder() / "rag_distractors.csv", rows)
+
+# %% [markdown]
+# ## The study
+#
+# From here on nothing of this run is used: everything is read from `data/results`. All of it is made again by
+#
+# ```bash
+# bft models fetch smollm2
+# BFT_DATA=… bft sweep nbs/experiments/grids/rag_distractors.yaml -j 2
+# ```
+#
+# SmolLM2-135M-Instruct learns from six hundred questions with none to two distractors each, with low-rank matrices beside all its projections, and is asked 500 others.
+#
+# ### What was chosen, on validation
+#
+# F1 of a hundred other questions with five distractors at seed 0, by learning rate: the same two rates for every method, and the better one is taken for all its cells.
+
+# %%
+budget = dict(model="smollm2", dataset="nq_open_bm25_distractors", k_train=2, words=12, adapter="lora", steps=150, batch_size=4)
+stored = study_rows("rag_distractors", **budget)
+select = dict(split="valid-k5.middle")
+chosen = {m: tuned(stored, m, **select) for m in METHODS}
+cells = {m: rows for m in METHODS if len(rows := cell(stored, m, chosen[m], n_eval=500))}
+(100 * tuning(stored, **select)).round(1) if len(stored) else "no rows are stored yet"
+
+# %% [markdown]
+# ### The table
+#
+# Points of 100 over the test questions and seeds with a 95 % bootstrap interval over questions, the gold snippet first: F1, and exact match (EM); and whether an accepted answer is somewhere in the line (subspan), from the rows.
+
+# %%
+splits = {k: f"test-k{k}.first" for k in (0, 5, 10, 20)}
+subspan = {(m, k): choose(rows, split=split, metric="subspan")["value"].mean() for m, rows in cells.items() for k, split in splits.items()}
+lines = {(METHODS[m].title, k): {"EM": shown(rows, split, "exact"), "F1": shown(rows, split), "F1 by seed": seeds(rows, split), "subspan": f"{100 * subspan[m, k]:.1f}"} for m, rows in cells.items() for k, split in splits.items()}
+pd.DataFrame(lines).T.rename_axis(["method", "distractors"]) if cells else "no rows are stored yet"
+
+# %%
+#| label: fig-distractors
+#| fig-cap: "F1 by the number of distractors behind the gold snippet (bars: 95 % interval over questions)."
+#| code-fold: true
+if cells:
+    fig, ax = plt.subplots()
+    for i, (m, rows) in enumerate(cells.items()):
+        found = [level(rows, split) for split in splits.values()]
+        bars = [[f.mean - f.low for f in found], [f.high - f.mean for f in found]]
+        ax.errorbar([k + 0.2 * (i - 0.5) for k in splits], [f.mean for f in found], bars, fmt="o-", markersize=4, capsize=3, color=COLOUR[ROLES[m]], label=METHODS[m].title)
+    ax.set(xlabel="distractors [snippets]", ylabel="F1 [points of 100]", xticks=list(splits))
+    ax.legend()
+    plt.show()
+
+# %% [markdown]
+# What each method loses from no distractor to k of them, and how much less it loses than SFT (above zero: it degrades less), question by question:
+
+
+# %%
+def change(rows: pd.DataFrame, k: int) -> np.ndarray:
+    "F1 with k distractors minus F1 without, for each question, averaged over seeds."
+    return per_question(answers(rows, splits[k])) - per_question(answers(rows, splits[0]))
+
+
+def spared(rows: pd.DataFrame, k: int) -> np.ndarray:
+    "How much less F1 falls than SFT's."
+    return advantage(rows, cells["sft"], splits[k]) - advantage(rows, cells["sft"], splits[0])
+
+
+# %%
+falls = {METHODS[m].title: {f"change to k = {k}": mean(change(rows, k)) for k in (5, 10, 20)} for m, rows in cells.items()}
+for m in cells:
+    if m != "sft" and "sft" in cells:
+        falls[METHODS[m].title] |= {f"less than SFT, k = {k}": mean(spared(cells[m], k)) for k in (5, 10, 20)}
+pd.DataFrame(falls).T.fillna("") if falls else "no rows are stored yet"
+
+# %% [markdown]
+# The lead in F1 over SFT under each condition, paired by question and seed; with five distractors also by the place of the gold snippet:
+
+# %%
+conditions = {**{f"k = {k}, first": split for k, split in splits.items()}, "k = 5, middle": "test-k5.middle", "k = 5, last": "test-k5.last"}
+places = {METHODS[m].title: {name: shown(rows, split) for name, split in conditions.items() if "5" in name} for m, rows in cells.items()}
+leads = {METHODS[m].title: {name: mean(advantage(rows, cells["sft"], split)) for name, split in conditions.items()} for m, rows in cells.items() if m != "sft" and "sft" in cells}
+pd.concat({"F1": pd.DataFrame(places), "Δ F1 to SFT": pd.DataFrame(leads)}, axis=1).fillna("") if cells else "no rows are stored yet"
+
+# %% [markdown]
+# ### Which answers change
+#
+# Answers that are exactly right, by who gave them, over all shared seeds; then, with twenty distractors, some that only one of the two got right: what is right can be read off the other column.
+
+# %%
+names, pair = ("BFT", "SFT"), [cells[m] for m in ("bft", "sft") if m in cells]
+pd.DataFrame({k: outcomes(*pair, names, split) for k, split in splits.items()}).rename_axis("exactly right") if len(pair) == 2 else "no rows are stored yet"
+
+# %%
+changed(*pair, names, split=splits[20]) if len(pair) == 2 else "no rows are stored yet"

@@ -1,0 +1,115 @@
+"`bft run … --dry-run`: what a run needs, without a download and without a model of full size."
+
+import json
+
+import pytest
+import torch
+from memory import peak_bytes
+from transformers import AutoConfig
+
+from bft_nb import cli, plan
+from bft_nb.finetune import METHODS, _groups, adapted, converted
+from bft_nb.qa import loss_func
+from bft_nb.runner import find_notebook
+from bft_nb.runner import plan as planned
+
+TINY_LLAMA = "TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T"
+
+
+@pytest.fixture
+def bare(tmp_path, monkeypatch):
+    "A machine with no data, no cache, no network."
+    monkeypatch.delenv("BFT_DATA", raising=False)
+    monkeypatch.setenv("BFT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    return tmp_path
+
+
+def dry(capsys, notebook, out, **parameters):
+    pairs = [word for name, value in parameters.items() for word in ("-p", name, str(value))]
+    status = cli.main(["run", notebook, *pairs, "--out", str(out), "--dry-run"])
+    said = capsys.readouterr()
+    return status, said.out, said.err
+
+
+def test_a_smoke_run_needs_nothing_and_leaves_nothing(bare, capsys):
+    for notebook in ("squad_noise", "rag_distractors", "recommendation"):
+        status, out, _ = dry(capsys, notebook, bare / "out")
+        assert status == 0 and f"{notebook}: to do" in out and out.rstrip().endswith("nothing is missing")
+    assert not (bare / "out").exists()
+
+
+def test_the_papers_model_is_counted_without_it(bare, capsys):
+    status, out, _ = dry(capsys, "squad_noise", bare, model=TINY_LLAMA, data="squad_v1.1_train", adapter="full", method="sft", steps=7)
+    assert status == 1 and f"hf download {TINY_LLAMA} (2.2 GB in bfloat16, 4.4 GB in float32" in out
+    assert "1,100,048,384 in all; 1,100,048,384 trained (1e+02 %), 0 of the method's own" in out
+    assert "squad_v1.1_train: is downloaded from https://" in out and "7 of 4 examples, 28 in all, of at most 128 tokens" in out
+    assert "weights 4.4 GB, gradients 4.4 GB, optimiser 8.8 GB" in out and "1 missing" in out
+
+
+def test_what_is_missing_is_named(bare, capsys, monkeypatch):
+    status, out, _ = dry(capsys, "squad_noise", bare, model="smollm2", data="squad_v1.1_train_part")
+    assert status == 1 and "bft models fetch smollm2 (93 MB to download, 542 MB kept)" in out and "2 missing" in out
+    assert "put squad_v1.1_train_part.parquet into a folder and set BFT_DATA to it" in out
+    (bare / "qa").mkdir()
+    for name in ("squad_v1.1_train_part", "nq_open_bm25_distractors"):
+        (bare / "qa" / f"{name}.parquet").touch()
+    monkeypatch.setenv("BFT_DATA", str(bare))
+    assert "squad_v1.1_train_part: in BFT_DATA" in dry(capsys, "squad_noise", bare, data="squad_v1.1_train_part")[1]
+    status, out, _ = dry(capsys, "rag_distractors", bare, data="nq_open_bm25_distractors")
+    assert status == 1 and "nq_open_bm25_distractors: in BFT_DATA" in out and "nq_open_distractor_passages: not found" in out
+
+
+def test_a_model_nobody_knows(bare, capsys):
+    status, out, _ = dry(capsys, "squad_noise", bare, model="nobody/nothing")
+    assert status == 1 and "nobody/nothing, not in the hub's cache: hf download nobody/nothing" in out and "not known before" in out
+
+
+def test_recommenders(bare, capsys, monkeypatch):
+    plain, filtering = (dry(capsys, "recommendation", bare, dataset="beauty", bft=flag)[1] for flag in ("false", "true"))
+    assert "is downloaded from https://" in plain and "774,528 of them the items' embeddings" in plain and plain != filtering
+    status, out, _ = dry(capsys, "recommendation", bare, dataset="yelp")
+    assert status == 1 and "not to be downloaded: put yelp.parquet" in out
+    (bare / "yelp.parquet").touch()
+    monkeypatch.setenv("BFT_DATA", str(bare))
+    assert dry(capsys, "recommendation", bare, dataset="yelp")[0] == 0
+
+
+def test_a_run_that_is_done_and_parameters_that_are_none(bare, capsys):
+    run = planned(find_notebook("squad_noise"), {"seed": 3}, bare / "out")
+    run.output.parent.mkdir()
+    run.output.write_text(json.dumps({"metadata": {"bft_run": run.identity}}))
+    assert "squad_noise-seed=3: done" in dry(capsys, "squad_noise", bare / "out", seed=3)[1]
+    for wrong, says in (({"sede": 3}, "did you mean 'seed'"), ({"seed": "x"}, "must be of type int"), ({"method": "dpo"}, "method must be one of")):
+        status, _, err = dry(capsys, "squad_noise", bare, **wrong)
+        assert status == 2 and says in err
+    assert "name neither a model nor data" in dry(capsys, "cold_start", bare)[1]
+
+
+SMALL = dict(plan.KNOWN["smollm2"]) | dict(num_hidden_layers=6, vocab_size=512, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+
+
+@pytest.mark.parametrize(("method", "adapter", "dtype"), [("sft", "lora", "float32"), ("bft", "lora", "bfloat16"), ("bft", "full", "float32")])
+def test_the_estimate_is_the_peak_of_live_bytes(method, adapter, dtype):
+    config = AutoConfig.for_model(**SMALL)
+    model = adapted(converted(plan.random_model(config), method), method, adapter, 16).train()
+    optimiser = torch.optim.AdamW(_groups(model, bool(METHODS[method].added), 1e-3, None))
+    ids, labels = torch.ones(2, 96, dtype=torch.long), torch.ones(2, plan.ANSWER + 1, dtype=torch.long)
+
+    def step():
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
+            loss = loss_func("ce")(model(input_ids=ids, logits_to_keep=torch.arange(96 - plan.ANSWER, 96)), labels)
+        loss.backward()
+        optimiser.step()
+        optimiser.zero_grad(set_to_none=False)
+
+    step()
+    there = 4 * sum(p.numel() for p in model.parameters()) + 12 * sum(p.numel() for p in model.parameters() if p.requires_grad)
+    ratio = (there + peak_bytes(step)) / plan.memory(config, method, adapter, dtype, 2, 96).total
+    assert 0.97 < ratio < 1.2, ratio
+
+
+def test_known_configurations_are_those_of_the_models():
+    for name, n in (("smollm2", 134_515_008), (TINY_LLAMA, 1_100_048_384)):
+        config = plan.configuration(name)
+        assert plan.parameters(config, "sft", "full") == (n, n, 0)

@@ -1,0 +1,73 @@
+"Tables of the language studies: which rows make a cell, and differences answer by answer."
+
+import json
+
+import numpy as np
+import pytest
+
+from bft_nb import qa_study as s
+from bft_nb.results import append_rows, make_rows, ranks_path, save_answers
+
+N = 40
+
+
+def store(folder, method="sft", seed=0, valid=0.4, right=0.5, noise=0.3, lr=1e-3, **params):
+    given = {"method": method, "noise": noise, "lr": lr, "steps": 250} | params
+    if method == "bft":
+        given.setdefault("precision_lr", lr)
+    run = dict(exp="squad_noise", dataset="squad", model="smollm2", params=json.dumps(given), seed=seed)
+    exact = (np.arange(N) < right * N).astype(int)
+    for split, value in (("valid", valid), ("test", exact.mean())):
+        append_rows(folder / "squad_noise.csv", make_rows({"f1": value}, **run, split=split, n=N, seconds=1.0, device="cpu", commit="abc"))
+    save_answers(ranks_path(folder / "answers", run, "test"), [f"q{i}" for i in range(N)], [f"{method} {i}" for i in range(N)], exact, exact)
+
+
+@pytest.fixture
+def rows(tmp_path):
+    store(tmp_path)
+    store(tmp_path, valid=0.3, lr=3e-4)
+    store(tmp_path, seed=1, right=0.6)
+    store(tmp_path, "bft", right=0.75)
+    store(tmp_path, "bft", valid=0.5, lr=3e-4, right=0.25)
+    store(tmp_path, "bft", valid=0.9, precision_lr=0.1)
+    store(tmp_path, "bft", valid=0.9, steps=9)
+    return s.study_rows("squad_noise", tmp_path, steps=250), tmp_path
+
+
+def test_each_method_at_the_rate_that_did_best(rows):
+    stored, _ = rows
+    assert s.tuning(stored, noise=0.3).loc["sft"].to_dict() == {3e-4: 0.3, 1e-3: 0.4}
+    assert [s.tuned(stored, m, noise=0.3) for m in ("sft", "bft", "gce")] == [1e-3, 3e-4, None]
+    assert s.cell(stored, "sft", 1e-3, noise=0.3)["seed"].unique().tolist() == [0, 1]
+    assert s.cell(stored, "gce", None).empty and s.cell(stored, "sft", 1e-3, noise=0.0).empty
+
+
+def test_differences_are_paired_by_question_over_shared_seeds(rows):
+    stored, folder = rows
+    sft, bft = s.cell(stored, "sft", 1e-3), s.cell(stored, "bft", 1e-3)
+    assert s.level(sft, folder=folder).mean == pytest.approx(55) and s.seeds(sft, folder=folder) == "50.0 / 60.0"
+    assert s.shown(bft, folder=folder).startswith("75.0 [")
+    lead = s.advantage(bft, sft, folder=folder)
+    assert lead.mean() == pytest.approx(25) and set(lead) == {0, 100}
+    assert s.mean(lead).startswith("+25.0 [+")
+    assert s.outcomes(bft, sft, ("BFT", "SFT"), folder=folder) == {"both": 20, "only BFT": 10, "only SFT": 0, "neither": 10}
+    table = s.changed(bft, sft, ("BFT", "SFT"), n=3, folder=folder)
+    assert table.index.tolist() == ["q20", "q21", "q22"] and table.loc["q20"].tolist() == ["BFT", "bft 20", "sft 20"]
+
+
+def test_nothing_stored_is_nothing_shown(rows, tmp_path):
+    empty = s.study_rows("rag_distractors", tmp_path, steps=250)
+    assert empty.empty and s.tuning(empty).empty and s.tuned(empty, "sft") is None
+    stored, folder = rows
+    none = s.cell(stored, "gce", None)
+    assert s.shown(none) == s.seeds(none) == s.mean(s.advantage(none, stored.iloc[:0])) == "" and s.level(none) is None
+    assert s.changed(none, none, ("a", "b")).empty and set(s.outcomes(none, none, ("a", "b")).values()) == {0}
+
+
+def test_other_questions_are_not_compared(rows):
+    stored, folder = rows
+    bft = s.cell(stored, "bft", 1e-3)
+    run = s.runs_of(bft)[0]
+    save_answers(ranks_path(folder / "answers", run, "test"), [f"x{i}" for i in range(N)], [""] * N, [0] * N, [0.0] * N)
+    with pytest.raises(ValueError, match="asked different questions"):
+        s.advantage(bft, s.cell(stored, "sft", 1e-3), folder=folder)
