@@ -17,7 +17,7 @@ import yaml
 from filelock import FileLock
 from nbformat.v4 import new_code_cell, new_notebook
 
-from bft_nb import cli, runner, sweep
+from bft_nb import cli, runner, study, sweep
 from bft_nb.sweep import Outcome, cells
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -116,10 +116,14 @@ def test_the_grids_of_the_book_fit_their_notebooks(path, tmp_path):
     assert all(p.parameters["store"] is True and p.source.parent == ROOT / "nbs" / "experiments" for p in planned)
 
 
-def test_the_cells_of_the_study_are_three_layers_of_sasrec_and_two_of_hstu(tmp_path):
-    planned = sweep.plans(ROOT / "nbs" / "experiments" / "grids" / "recommendation.yaml", tmp_path)
-    kinds = Counter((p.parameters["backbone"], p.parameters["bft"], p.parameters.get("options", "{}")) for p in planned)
-    assert list(kinds.values()) == [10] * 5
+def test_the_layers_of_the_study_share_data_seeds_and_budget(tmp_path):
+    planned = [p.parameters for p in sweep.plans(ROOT / "nbs" / "experiments" / "grids" / "recommendation.yaml", tmp_path)]
+    cells = {}
+    for p in planned:
+        assert p["epochs"] == study.epochs(p["dataset"], p["backbone"])
+        cells.setdefault(p["backbone"], {}).setdefault((p["bft"], p.get("options")), set()).add((p["dataset"], p["seed"]))
+    assert {backbone: len(layers) for backbone, layers in cells.items()} == {"sasrec": 3, "hstu": 2, "bert4rec": 2}
+    assert all(len(set(map(frozenset, layers.values()))) == 1 for layers in cells.values())
 
 
 # ---- the loop, without processes -----------------------------------------------------------------------------------

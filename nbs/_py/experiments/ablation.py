@@ -109,4 +109,8 @@ plt.show()
 # %% [markdown]
 # ## Reading
 #
-# Stored so far, for SASRec: the two halves of the filter, no Q, one τ for all; the other variants are in the grid, and this page shows them when they are. **On Beauty no part is missed.** Bias alone is better than the whole on the test items, by an amount just clear of zero, but not on validation, where gain alone is; with one seed each, no order of the variants is established. A filter without Q freezes in theory; over two layers it does not matter. One τ for all items costs nothing that shows. The question goes to the sets where the filter helps.
+# Stored so far, for SASRec on two sets: the two halves of the filter, both off, no Q, one $\tau$ for all. The other variants are in the grid, and this page shows them when they are.
+#
+# **On Beauty no part is missed**, as there is no gain to lose. Bias alone is better than the whole on the test items, by an amount just clear of zero, but not on validation, where gain alone is; one seed establishes no order among the variants.
+#
+# **On Instruments the filter helps, and either half will do.** Without both, the lead over torch's layer halves, with an interval clear of zero. With either of them most of it is back. One $\tau$ for all items and a filter without Q cost nothing that the intervals can tell from zero. So what helps there is a precision that follows the weights' $n$ and the values' scatter, by whichever way it acts; not what is learnt of single items, and not the process noise, without which a filter freezes in theory and over two layers does not.

@@ -146,5 +146,5 @@ pd.concat({key: moves(*key) for key in cells}).round(2)
 #
 # ### Caveats
 #
-# - One seed a cell.
+# - One seed, but on Beauty and Instruments.
 # - The gain is averaged over features and positions; what a single feature does is not shown.

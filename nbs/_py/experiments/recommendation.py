@@ -338,7 +338,7 @@ pd.DataFrame({key: lead for key, lead in leads.items() if len(lead) > 1}).T.rena
 #
 # **Reading, HSTU.** No set shows a gain: the differences lie within their intervals, but for Beauty, where three seeds put the filter 2 % behind. The paper's largest claim, +15.1 % HR@10 for HSTU on Instruments, does not show: it is 1 % here.
 #
-# **Reading, BERT4Rec.** Its filter is not ahead of torch's layer on Beauty and far behind on Instruments, and the null says why. Our layer without a filter loses as much or more to torch's on both: at one and the same dropout it fits the training sequences closer, since it drops features of $e$ where torch's drops weights of attention, and BERT4Rec, which sees every sequence under many masks, is the one that overfits. Against the null the filter is ahead. A comparison with torch's layer alone would have charged precision with what dropout did, as it would have credited it in SASRec.
+# **Reading, BERT4Rec.** Its filter is level with torch's layer on Beauty and 8 % behind on Instruments, and the null says why: our layer without a filter is as far behind there. In BERT4Rec, dropping weights of attention, as torch's layer does, is worth more than dropping features of $e$. Against the null the difference is not clear of zero on either set. A comparison with torch's layer alone would have charged precision with what dropout does, as in SASRec it would have credited it.
 #
 # ### Are the baselines fair?
 #
