@@ -39,6 +39,7 @@ METHODS: dict[str, Method] = {
     "bft": Method("ce", "bft", "BFT"),
     "headwise": Method("ce", "gate", "headwise gate"),
     "elementwise": Method("ce", "gate", "elementwise gate"),
+    "sink": Method("ce", "gate", "sink logits"),
 }
 ADAPTERS = ("lora", "full")
 DTYPES = ("float32", "bfloat16")  # of a step: float32 throughout, or autocast

@@ -18,7 +18,7 @@ from bft_nb.results import COLUMNS, load_answers, ranks_path
 
 __all__ = ["ROLES", "advantage", "answers", "both", "cell", "changed", "level", "mean", "outcomes", "per_question", "seeds", "shown", "study_rows", "tuned", "tuning"]
 
-ROLES = {"sft": "baseline", "focal": "noise", "gce": "other", "bft": "posterior", "headwise": "truth", "elementwise": "prior"}  # of `bft_nb.figures.COLOUR`
+ROLES = {"sft": "baseline", "focal": "noise", "gce": "other", "bft": "posterior", "headwise": "truth", "elementwise": "prior", "sink": "observation"}  # of `bft_nb.figures.COLOUR`
 
 
 def study_rows(experiment: str, folder: Path | None = None, **budget: Any) -> pd.DataFrame:

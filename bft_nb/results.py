@@ -211,12 +211,16 @@ def save_ranks(
     return Path(path)
 
 
-def _array(path: str | Path, name: str) -> np.ndarray:
+def _arrays(path: str | Path) -> dict[str, np.ndarray]:
     try:
         with np.load(path, allow_pickle=False) as stored:
-            arrays = {key: stored[key] for key in stored}
+            return {key: stored[key] for key in stored}
     except (ValueError, EOFError, TypeError, zlib.error, zipfile.BadZipFile) as error:
-        raise ValueError(f"{path} is damaged: it must be what save_ranks or save_answers writes") from error
+        raise ValueError(f"{path} is damaged: it must be what this library writes") from error
+
+
+def _array(path: str | Path, name: str) -> np.ndarray:
+    arrays = _arrays(path)
     if name not in arrays:
         raise ValueError(f"{path} holds no {name}, only {', '.join(arrays)}")
     return arrays[name]
@@ -263,3 +267,18 @@ def save_answers(
 def load_answers(path: str | Path) -> dict[str, np.ndarray]:
     "Ids, texts, exact and f1 as `save_answers` stored them; `ValueError` for a damaged file."
     return {name: _array(path, name) for name in ("ids", "texts", "exact", "f1")}
+
+
+def save_arrays(path: str | Path, arrays: Mapping[str, Any]) -> Path:
+    "Store arrays of numbers by name, compressed; `ValueError` for none, or one that is not of numbers."
+    made: dict[str, Any] = {name: np.asarray(values) for name, values in arrays.items()}
+    if bad := [name for name, values in made.items() if not np.issubdtype(values.dtype, np.number)] or ["nothing"] * (not made):
+        raise ValueError(f"arrays must hold numbers, got {', '.join(bad)}")
+    with _replacing(Path(path)) as temporary:
+        np.savez_compressed(temporary, **made)
+    return Path(path)
+
+
+def load_arrays(path: str | Path) -> dict[str, np.ndarray]:
+    "What `save_arrays` stored; `ValueError` for a damaged file."
+    return _arrays(path)

@@ -1,0 +1,401 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: python3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Does a gate follow the context, and does the gain?
+#
+# > Sinks, effective sample size, gates and gains against the length of the context: in a pretrained model, after fine-tuning, and in small models trained from nothing.
+#
+# **The paper says** why its filter helps where gates help, and more: a learned sigmoid gate [@qiu2025gated] does not change with the length of the context, the Kalman gain does, because the effective sample size does [@bft2026].
+#
+# **What would refute it here**: a gate whose log-odds rise with the length as those of the gain do, or a gain that is as flat as the gate. [Chapter 43](../43_sinks.ipynb) adds a doubt to be settled: a head that is a sink hides the length from $n$, and its gain may stand still or fall.
+#
+# The unit that compares them: $g = 2\sigma(\cdot)$ and $K = \sigma(\cdot)$ are sigmoids, so we regress the log-odds, base 2, on the logarithm of the position, base 2. A slope of 0 is flat; of 1, the odds double when the context does, as those of a broad head with $\lambda_{\text{obs}} \propto n$ do and those of a sink logit (43.6).
+#
+# This page runs *one* cell of the study, by default a tiny Llama on made-up sentences, offline and in seconds.
+
+# %% tags=["parameters"]
+study = "scratch"  # "pretrained": as it is; "tuned": after some steps on running text, all weights; "scratch": from random weights
+model = "tiny"  # pretrained, tuned: "smollm2", an id of the hub, a folder; scratch: "small" (5.6 million parameters); "tiny" fits all
+method = "bft"  # "sft" (plain), "headwise", "elementwise", "sink" (learnt logits) or "bft"
+start = "letter"  # of the filter: "letter" (both β at 1, the paper's) or "shipped" (chapter 40's, which leaves a pretrained model what it is)
+text = "lookup"  # or "qa": contexts of four sets to learn from, of squad_v1.1_dev to be measured on
+length = 128  # tokens of a text, BOS included
+windows = 4  # texts that are measured
+steps = 20  # none where the study is "pretrained"
+batch_size = 2
+lr = 3e-3  # at its highest
+precision_lr = 0.0  # of what only a filter or a gate has; 0: `lr`
+seed = 0
+device = "auto"  # or "cpu", "cuda", "mps"
+dtype = "float32"  # or "bfloat16": autocast
+store = False  # append the rows to data/results of this checkout?
+
+# %%
+import math
+import tempfile
+import time
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+import torch
+
+from bft_nb.core import check_option
+from bft_nb.corpus import HELD_OUT, TAUGHT, as_examples, blocks, documents, spread, token_stream
+from bft_nb.figures import COLOUR, use_style
+from bft_nb.finetune import METHODS, added_parameters, answering, converted, finetune
+from bft_nb.llama import calibrate
+from bft_nb.models import TINY, load_model, tiny_llama, tiny_tokenizer, title
+from bft_nb.qa import Collator, mean_nll
+from bft_nb.qa_study import ROLES
+from bft_nb.ranking import bootstrap_mean
+from bft_nb.report import choose, configuration, load_rows, results_folder
+from bft_nb.results import append_rows, commit, has_rows, load_arrays, make_rows, ranks_path, run_key, save_arrays
+from bft_nb.runner import checkout
+from bft_nb.sinks import attention_maps, measure_sinks, per_head, sink_kappa, sink_rate
+from bft_nb.training import resolve_device
+
+# %%
+use_style()
+SHAPES = {"tiny": dict(d=64, n_layers=2), "small": dict(d=256, n_layers=8)}  # of a model from scratch: 4 heads, 2 of keys
+VOCABULARY = {"tiny": 512, "small": 4096}
+ARMS = ("sft", "headwise", "elementwise", "sink", "bft")
+STARTS = {"letter": dict(beta_a=1.0, beta_g=1.0), "shipped": {}}
+for name, value, allowed in (("study", study, ("pretrained", "tuned", "scratch")), ("method", method, ARMS), ("start", start, STARTS), ("text", text, ("lookup", "qa"))):
+    check_option(name, value, allowed)
+if study == "scratch":
+    check_option("model", model, SHAPES)
+if store and (model == TINY or text == "lookup"):
+    raise ValueError("rows of the tiny model and of made-up sentences are not stored: choose model and text, or store=false")
+place = resolve_device(device)
+
+# %% [markdown]
+# ## Text
+#
+# Paragraphs that questions are asked about, each once, in the order of their files: Wikipedia (44 articles of SQuAD's training part, SQuADShifts' new ones), Amazon reviews, and passages of Natural Questions with their titles. To be measured on: SQuAD's development part, other articles. A blank line between paragraphs; each text of `length` tokens begins with BOS, which occurs nowhere else.
+
+# %%
+taught = documents(TAUGHT if text == "qa" else ["lookup"])
+asked = documents(HELD_OUT, besides=taught) if text == "qa" else taught[-len(taught) // 4 :]
+taught = taught if text == "qa" else taught[: -len(taught) // 4]
+if study == "scratch":
+    tokenizer = tiny_tokenizer(taught, VOCABULARY[model], length)
+    lm = tiny_llama(tokenizer, **SHAPES[model], max_length=length, seed=seed)
+else:
+    lm, tokenizer = load_model(model)
+streams = {"to learn from": token_stream(taught, tokenizer), "to be measured on": token_stream(asked, tokenizer)}
+cut = {part: blocks(tokens, length, tokenizer.bos_token_id) for part, tokens in streams.items()}
+pd.DataFrame({part: {"paragraphs": len(texts), "tokens": len(tokens), "different tokens": len(tokens.unique()), "texts": len(cut[part])} for (part, tokens), texts in zip(streams.items(), (taught, asked))}).T
+
+# %% [markdown]
+# ## One cell
+#
+# A filter's scales are calibrated on eight texts that are learnt from. A model from scratch has nothing to lose, so its filter starts with the equations to the letter.
+
+# %%
+params = dict(study=study, method=method, length=length, windows=windows, dtype=dtype)
+if method == "bft":
+    params["start"] = start
+if study != "pretrained":
+    params |= dict(steps=steps, batch_size=batch_size, lr=lr)
+    if METHODS[method].added:
+        params["precision_lr"] = precision_lr or lr
+run = dict(exp="attention_sinks", dataset=text, model=model.rpartition("/")[2], params=params, seed=seed)
+configuration(params)
+
+# %%
+filtering = dict(STARTS[start], attn_implementation="bft_blocked") if method == "bft" else {}
+lm = converted(lm, method, **filtering).to(place)
+if filtering:
+    calibrate(lm, {"input_ids": spread(cut["to learn from"], 8)[:, :512].to(place)})
+pd.Series({"model": title(model) if study != "scratch" else f"{model} Llama", "parameters": f"{lm.num_parameters():,}", "of a filter or gates": f"{added_parameters(lm, method):,}", "method": METHODS[method].title}).to_frame("")
+
+# %%
+begin = time.perf_counter()
+collate, losses = Collator(tokenizer), []
+if study != "pretrained":
+    folder = checkout() / "runs" / "finetune" / run_key(run) if store else None
+    training = dict(steps=steps, lr=lr, precision_lr=params.get("precision_lr"), batch_size=batch_size, seed=seed, dtype=dtype, device=device)
+    losses = finetune(lm, as_examples(cut["to learn from"]), collate, method, **training, out_dir=folder, progress=store).losses
+lm.eval()
+pd.DataFrame(losses[:: max(1, len(losses) // 8)], columns=["step", "loss"]).set_index("step").round(2).T
+
+
+# %% [markdown]
+# What is measured is chapter 43's, on texts spread over the held-out stream. A pretrained plain model is looked at twice, with its BOS token in front and without; the tables say which.
+
+# %%
+def measure(rows: torch.Tensor) -> tuple[pd.DataFrame, float]:
+    "The measures of each text, and the loss per token."
+    with answering(lm, dtype):
+        frame = pd.concat([measure_sinks(lm, row[None]).assign(text=i) for i, row in enumerate(rows.to(place))], ignore_index=True)
+        return frame, mean_nll(lm, as_examples(rows), collate, batch_size=1)
+
+
+# %%
+texts = {"bos": spread(cut["to be measured on"], windows)}
+if study == "pretrained" and method == "sft":
+    texts["no bos"] = spread(blocks(streams["to be measured on"], length), windows)
+measured = {split: measure(rows) for split, rows in texts.items()}
+{split: {"bos": bool(frame["bos"].all()), "loss": round(loss, 3), "sink rate": round(sink_rate(frame), 3)} for split, (frame, loss) in measured.items()}
+
+# %% [markdown]
+# By length, means over texts, layers and heads; and the slope of each from a length of 64 on, a line through the bins of one text, averaged over texts with a bootstrap interval. $n$ enters by its logarithm, odds in doublings.
+
+# %%
+BY_LENGTH = ("mass", "learnt", "n_eff", "n_rest", "gate", "gate_odds", "gain", "gain_odds")
+LOGARITHMS = ("n_eff", "n_rest")
+
+
+def in_doublings(frame: pd.DataFrame) -> pd.DataFrame:
+    "The measures that a frame has, log-odds and sample sizes with base 2."
+    known = [name for name in BY_LENGTH if name in frame]
+    odds = {name: frame[name] / math.log(2) for name in known if name.endswith("_odds")}
+    return frame[["text", "layer", "head", "high", *known]].assign(**odds, **{name: np.log2(frame[name]) for name in LOGARITHMS})
+
+
+# %%
+def slopes(frame: pd.DataFrame) -> dict[str, float]:
+    "Change per doubling of the length: mean over texts and its interval."
+    lines = in_doublings(frame).query("high >= 64").groupby(["text", "high"]).mean()
+    found = {}
+    for name in (n for n in BY_LENGTH if n in lines):
+        of_text = lines[name].unstack("text")
+        values = np.polyfit(np.log2(of_text.index), of_text.to_numpy(), 1)[0]
+        mean, low, high, _ = bootstrap_mean(values)
+        found |= {f"slope.{name}": mean, f"slope.{name}.low": low, f"slope.{name}.high": high}
+    return found
+
+
+# %%
+def metrics(frame: pd.DataFrame, loss: float) -> dict[str, float]:
+    "What becomes a row: names with a number are of a bin, the one that ends at that position."
+    means = frame.groupby("high")[[name for name in BY_LENGTH if name in frame]].mean()
+    by_length = {f"{name}.{high:05d}": value for name, column in means.items() for high, value in column.items()}
+    rates = {f"sink_rate.{high:05d}": sink_rate(part) for high, part in frame.groupby("high")}
+    return {"loss": loss, "sink_rate": sink_rate(frame)} | by_length | rates | slopes(frame)
+
+
+# %%
+results = {split: metrics(*found) for split, found in measured.items()}
+pd.DataFrame({split: {name: value for name, value in found.items() if name.startswith("slope.")} for split, found in results.items()}).round(3)
+
+# %% [markdown]
+# Heads, one by one, are kept as arrays (layer, head, bin), and two maps of the first 64 tokens of the first text: of the head with the most mass on the first token, and of the one with the largest $n$ (both counted from 0).
+
+
+# %%
+def arrays(frame: pd.DataFrame, rows: torch.Tensor) -> dict[str, np.ndarray]:
+    "Means over texts, the bins, and the maps of two heads."
+    columns = frame.drop(columns=["text", "low", "length", "bos"]).groupby(["layer", "head", "high"]).mean()
+    shape = [columns.index.get_level_values(i).nunique() for i in range(3)]
+    found = {name: column.to_numpy(np.float32).reshape(shape) for name, column in columns.items()}
+    heads = per_head(frame)
+    chosen = [heads["mass"].idxmax(), heads["n_eff"].idxmax()]
+    maps = attention_maps(lm, rows[:1, :64].to(place), chosen).cpu().numpy().astype(np.float16)
+    return found | {"high": columns.index.unique("high").to_numpy(), "map_heads": np.array(chosen), "maps": maps}
+
+
+# %%
+def keep(folder: Path) -> None:
+    "Rows and arrays of this run in a folder."
+    common = dict(run, n=windows, seconds=round(time.perf_counter() - begin, 1), device=place.type, commit=commit())
+    for split, (frame, _) in measured.items():
+        save_arrays(ranks_path(folder / "sinks", run, split.replace(" ", "-")), arrays(frame, texts[split]))
+    append_rows(folder / "attention_sinks.csv", [row for split, found in results.items() for row in make_rows(found, **common, split=split)])
+
+
+if store and not has_rows(results_folder() / "attention_sinks.csv", run):
+    keep(results_folder())
+
+# %% [markdown]
+# ## The study
+#
+# From the rows that are stored, whatever run this page was made by; where there are none, the figures show this run.
+#
+# ```bash
+# bft models fetch smollm2
+# BFT_DATA=… bft sweep nbs/experiments/grids/attention_sinks.yaml
+# ```
+
+# %%
+source = results_folder()
+if not (source / "attention_sinks.csv").exists():
+    source = Path((here := tempfile.TemporaryDirectory()).name)
+    keep(source)
+stored = load_rows("attention_sinks", source)
+STYLES = dict(sft=":", headwise="-.", elementwise="--", sink=(0, (5, 1, 1, 1, 1, 1)), bft="-")
+
+
+# %%
+def titled(name: str, start: str | float) -> str:
+    "What tables call an arm."
+    return ("plain" if name == "sft" else METHODS[name].title) + (", shipped start" if start == "shipped" else "")
+
+
+def cells(study: str, split: str = "bos") -> dict[tuple[str, int], pd.Series]:
+    "The metrics of every stored run of a study: (arm, seed) -> values by name."
+    rows = choose(stored, study=study, split=split)
+    rows = rows.assign(start=rows["start"] if "start" in rows else "", order=rows["method"].map(ARMS.index)).sort_values(["order", "seed"], kind="stable")
+    return {(titled(m, s), seed): part.set_index("metric")["value"] for (_, m, s, seed), part in rows.groupby(["order", "method", "start", "seed"], dropna=False)}
+
+
+def curve(values: pd.Series, name: str) -> pd.Series:
+    "A measure by the end of its bin."
+    found = values[values.index.str.fullmatch(rf"{name}\.\d+")]
+    return found.set_axis(found.index.str[len(name) + 1 :].astype(int))
+
+
+# %%
+def signed(values: pd.Series, name: str) -> str:
+    "A slope with its interval, empty where there is none."
+    if f"slope.{name}" not in values:
+        return ""
+    mean, low, high = (f"{values[f'slope.{name}{end}']:+.2f}".replace("-", "−") for end in ("", ".low", ".high"))
+    return f"{mean} [{low}, {high}]"
+
+
+def table(study: str, split: str = "bos") -> pd.DataFrame:
+    "One line per arm and seed."
+    lines = {}
+    for key, values in cells(study, split).items():
+        inside = "gate_odds" if "slope.gate_odds" in values else "gain_odds"
+        mass = curve(values, "mass")
+        lines[key] = {"loss": f"{values['loss']:.3f}", "sink rate": f"{values['sink_rate']:.2f}", "mass, longest": f"{mass.iloc[-1]:.2f}", "n, longest": f"{curve(values, 'n_eff').iloc[-1]:.1f}"}
+        lines[key] |= {"log₂ n": signed(values, "n_eff"), "log₂ odds of gate or gain": signed(values, inside)}
+    return pd.DataFrame(lines or {"no rows yet": {}}).T
+
+
+# %% [markdown]
+# ### Sinks of a pretrained model
+#
+# With BOS in front, and without; slopes are per doubling of the length, with 95 % bootstrap intervals over texts. The filter is at the start that chapter 40 ships, calibrated, not trained.
+
+# %%
+pd.concat({split: table("pretrained", split) for split in ("bos", "no bos")})
+
+
+# %%
+def heads(study: str, method: str, split: str = "bos") -> dict[str, np.ndarray]:
+    "The arrays of the first stored run of an arm, or of any run there is."
+    rows = choose(stored, split=split)
+    rows = next(part for part in (choose(rows, study=study, method=method), choose(rows, study=study), rows) if len(part))
+    run = rows.iloc[0][["exp", "dataset", "model", "params", "seed"]].to_dict()
+    return load_arrays(ranks_path(source / "sinks", run, split)) | {"title": f"{run['model']}, {rows.iloc[0]['method']}"}
+
+
+# %%
+#| label: fig-maps
+#| fig-cap: "A head that is a sink and one that is broad: weights of the first 64 tokens of a text, the root of each weight as darkness."
+#| code-fold: true
+shown = heads("pretrained", "sft")
+fig, axes = plt.subplots(1, 2, figsize=(6.4, 3))
+for ax, (layer, head), weights in zip(axes, shown["map_heads"], shown["maps"]):
+    ax.imshow(weights.astype(float) ** 0.5, cmap="Greys", vmin=0, vmax=1, interpolation="nearest")
+    ax.set(title=f"layer {layer}, head {head}", xlabel="key", ylabel="query" if ax is axes[0] else None, xticks=(0, 63), yticks=(0, 63))
+    ax.tick_params(labelsize=8)
+fig.suptitle(shown["title"], fontsize=9)
+plt.show()
+
+# %%
+#| label: fig-position
+#| fig-cap: "Left: mass on the first token against the position of the query. Right: effective sample size, with the first token (solid) and of the other keys (dashed). Mean over heads and texts."
+#| code-fold: true
+fig, (left, right) = plt.subplots(1, 2, figsize=(7, 2.8))
+for split, colour in (("bos", COLOUR["posterior"]), ("no bos", COLOUR["baseline"])):
+    for (arm, _), values in (cells("pretrained", split) or cells(study, split)).items():
+        if arm == "plain" or not cells("pretrained"):
+            mass, n, rest = (curve(values, name) for name in ("mass", "n_eff", "n_rest"))
+            left.plot(mass.index, mass, "o-", color=colour, markersize=3, label="BOS in front" if split == "bos" else "no BOS")
+            right.plot(n.index, n, "o-", color=colour, markersize=3)
+            right.plot(rest.index, rest, "o--", color=colour, markersize=3)
+left.set(xscale="log", ylim=(0, 1), xlabel="position of the query", ylabel="mass on the first token")
+right.set(xscale="log", yscale="log", xlabel="position of the query", ylabel="effective sample size [keys]")
+left.legend(fontsize=8)
+plt.show()
+
+# %% [markdown]
+# Are the formulas of chapter 43 those of real heads? Each dot is a head, at the bin that ends at 1,024 (or the last). By (43.1) none may lie above the left line, that of an even spread over all other keys, except that a dot is a mean over queries and the line is curved. By (43.2) the scatter lies between the two curves, whatever the others say, if the sink's value is zero. And (43.4) tells on which side a filtering head lies: below 1, its gain rises as it closes. The line there is that of a head calibrated at its own mass, with $\mu = 0$.
+
+# %%
+#| label: fig-heads
+#| fig-cap: "Measured heads (dots) and chapter 43's formulas (lines): effective sample size, scatter as a share of the others' mean square, and 4 s₀² as a share of it in the filtering model."
+#| code-fold: true
+plain, filtered = heads("pretrained", "sft"), heads("pretrained", "bft")
+at = int(np.abs(plain["high"] - 1024).argmin())
+m = torch.linspace(0.01, 1, 200)
+fig, axes = plt.subplots(1, 3, figsize=(6.8, 2.4))
+dots = dict(s=4, color=COLOUR["posterior"], linewidths=0)
+of = {name: plain[name][..., at].ravel() for name in ("mass", "n_eff", "scatter", "others")}
+axes[0].scatter(of["mass"], of["n_eff"], **dots)
+axes[0].plot(m, 1 / sink_kappa(m, torch.tensor(float(plain["high"][at]))), color=COLOUR["truth"], linewidth=1)
+axes[0].set(yscale="log", ylabel="effective sample size")
+axes[1].scatter(of["mass"], of["scatter"] / of["others"], **dots)
+axes[1].plot(m, 1 - m, color=COLOUR["truth"], linewidth=1)
+axes[1].plot(m, m * (1 - m), color=COLOUR["truth"], linewidth=1)
+axes[1].set(ylabel="S / others' mean square", ylim=(0, 1.1))
+if "claim" in filtered:
+    of = {name: filtered[name][..., at].ravel() for name in ("mass", "claim", "others")}
+    axes[2].scatter(of["mass"], 4 * of["claim"] / of["others"], **dots)
+    axes[2].plot(m[:-1], 4 * (1 - m[:-1]), color=COLOUR["truth"], linewidth=1)
+axes[2].axhline(1, color=COLOUR["prior"], linewidth=0.8)
+axes[2].set(yscale="log", ylabel="4 s₀² / others' mean square")
+for ax in axes:
+    ax.set(xlabel="mass on the first token")
+plt.show()
+
+# %% [markdown]
+# ### After fine-tuning
+#
+# The same model, the same steps on the same texts, all weights trained.
+
+# %%
+table("tuned")
+
+# %% [markdown]
+# ### From scratch
+
+# %%
+table("scratch")
+
+# %%
+#| label: fig-length
+#| fig-cap: "Left: gate and gain against the length of the context, mean over heads and texts, models from scratch. Right: log-odds, base 2, relative to length 64; the thin line doubles with the context, a flat one knows nothing of it."
+#| code-fold: true
+fig, (left, right) = plt.subplots(1, 2, figsize=(7.5, 3))
+for (arm, s), values in (cells("scratch") or cells(study)).items():
+    name = next((n for n in ARMS if titled(n, "") == arm.removesuffix(", shipped start")), "sft")
+    kind = "gate" if METHODS[name].added == "gate" else "gain"
+    value, odds = (curve(values, x).loc[64:] for x in (kind, f"{kind}_odds"))
+    if len(value):
+        style = dict(color=COLOUR[ROLES[name]], linestyle=STYLES[name], alpha=0.5 if "shipped" in arm else 1.0)
+        left.plot(value.index, value, **style, label=arm if s == min(seed for a, seed in cells("scratch") or cells(study) if a == arm) else None)
+        right.plot(odds.index, (odds - odds.iloc[0]) / math.log(2), **style)
+lengths = 2 ** np.arange(6, 11)
+right.plot(lengths, np.log2(lengths / 64), color=COLOUR["prior"], linewidth=0.6)
+for ax, ylabel in ((left, "gate g, gain K"), (right, "change of log₂ odds")):
+    ax.set_xscale("log", base=2)
+    ax.set(xlabel="length of the context [tokens]", ylabel=ylabel, xlim=(58, 1130), xticks=lengths, xticklabels=lengths)
+if left.get_legend_handles_labels()[0]:
+    left.legend(fontsize=8)
+plt.show()
+
+# %% [markdown]
+# ### Caveats
+#
+# - Position stands for length: late queries are also other text than early ones, in all arms alike.
+# - The models from scratch are small and see each paragraph at most once; large models grow sinks over billions of tokens [@gu2025sink].
+# - Blocks cut paragraphs, and a text goes on from one article into the next. Nothing keeps attention within an article.
+# - Intervals draw texts, not training runs.
+
+# %%
+#| hide
+if source != results_folder():
+    here.cleanup()
