@@ -1,7 +1,7 @@
 """What a run would do, without doing it: `bft run NOTEBOOK … --dry-run`.
 
-A notebook is looked at by its parameters alone. One with `model` and `method` trains a language model, one with `dataset` and
-`backbone` a recommender; of others only the output is said. Nothing is downloaded, and no model of full size is made: parameters
+A notebook is looked at by its parameters alone. One with `model`, `method` and `data` teaches a language model to answer, one with
+`dataset` and `backbone` makes a recommender; of others only the output is said. Nothing is downloaded, and no model of full size is made: parameters
 are counted on torch's meta device, activations on two and three layers of the model's width, so a billion parameters take seconds.
 """
 
@@ -251,7 +251,7 @@ def lines(p: Mapping[str, Any]) -> list[Line]:
         return language(p)
     if {"dataset", "backbone"} <= set(p):
         return recommendation(p)
-    return [Line("data", "this notebook's parameters name neither a model nor data to be trained on")]
+    return [Line("data", "what this notebook reads is not known from its parameters")]
 
 
 def report(notebook: str | Path, given: Mapping[str, Any], out: str | Path | None = None) -> tuple[str, bool]:

@@ -83,7 +83,7 @@ def test_a_run_that_is_done_and_parameters_that_are_none(bare, capsys):
     for wrong, says in (({"sede": 3}, "did you mean 'seed'"), ({"seed": "x"}, "must be of type int"), ({"method": "dpo"}, "method must be one of"), ({"data": "squad"}, "unknown data set 'squad'")):
         status, _, err = dry(capsys, "squad_noise", bare, **wrong)
         assert status == 2 and says in err
-    assert "name neither a model nor data" in dry(capsys, "cold_start", bare)[1]
+    assert "not known from its parameters" in dry(capsys, "cold_start", bare)[1]
 
 
 SMALL = dict(plan.KNOWN["smollm2"]) | dict(num_hidden_layers=6, vocab_size=512, pad_token_id=0, bos_token_id=1, eos_token_id=2)

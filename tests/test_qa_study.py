@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from bft_nb import qa_study as s
+from bft_nb.figures import COLOUR
 from bft_nb.results import append_rows, make_rows, ranks_path, save_answers
 
 N = 40
@@ -53,6 +54,10 @@ def test_differences_are_paired_by_question_over_shared_seeds(rows):
     assert s.outcomes(bft, sft, ("BFT", "SFT"), folder=folder) == {"both": 20, "only BFT": 10, "only SFT": 0, "neither": 10}
     table = s.changed(bft, sft, ("BFT", "SFT"), n=3, folder=folder)
     assert table.index.tolist() == ["q20", "q21", "q22"] and table.loc["q20"].tolist() == ["BFT", "bft 20", "sft 20"]
+
+
+def test_every_method_has_a_colour():
+    assert set(s.ROLES) == set(s.METHODS) and set(s.ROLES.values()) <= set(COLOUR)
 
 
 def test_nothing_stored_is_nothing_shown(rows, tmp_path):

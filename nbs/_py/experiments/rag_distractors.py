@@ -20,7 +20,7 @@
 # %% tags=["parameters"]
 model = "tiny"  # or "smollm2", an id of the hub ("TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T"), a folder
 data = "lookup"  # or "nq_open_bm25_distractors"
-method = "bft"  # "sft", "focal", "gce", "bft"; or "headwise", "elementwise": gated attention (chapter 42)
+method = "bft"  # "sft", "focal", "gce", "bft"; or "headwise", "elementwise", "sink" (chapter 42)
 ks = [0, 2, 5]  # numbers of distractors at the end; at the second of them the gold passage is also put in the middle and last
 k_train = 2  # most distractors in training
 seed = 0

@@ -20,7 +20,7 @@
 # %% tags=["parameters"]
 model = "tiny"  # or "smollm2", an id of the hub ("TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T"), a folder
 data = "lookup"  # to learn from; or "squad_v1.1_train_part", "squad_v1.1_train" (the official file), and squad_v1.1_dev is asked
-method = "bft"  # "sft", "focal", "gce", "bft"; or "headwise", "elementwise": gated attention (chapter 42)
+method = "bft"  # "sft", "focal", "gce", "bft"; or "headwise", "elementwise", "sink" (chapter 42)
 noise = 0.3  # n_p, probability of each label token to be wrong
 corruption = "uniform"  # or "swap": whole answers exchanged between questions
 seed = 0
