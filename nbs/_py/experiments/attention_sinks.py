@@ -352,6 +352,8 @@ for ax in axes:
 plt.show()
 
 # %% [markdown]
+# **Reading.** Half of SmolLM2's heads are sinks, and of whatever token comes first: without BOS it is the same half. Their mass falls as the context grows, from most of the weight to less than a third, as (43.6) says of a sink that weighs as much as so many keys. And $n$ grows by a quarter of a doubling per doubling of the length, where that of a head which reads everything alike would double. The sink is not the whole reason: without the first token (dashed) $n$ is larger, but grows hardly faster, for the other weights gather on few keys, too. The heads lie where chapter 43's formulas put them. The sinks with most mass are below the line of (43.4), so that their gain rises as they close. The filter, calibrated and not trained, has odds that follow the length, but by a tenth of a doubling.
+#
 # ### After fine-tuning
 #
 # The same model, the same steps on the same texts, all weights trained.
@@ -367,16 +369,17 @@ table("scratch")
 
 # %%
 #| label: fig-length
-#| fig-cap: "Left: gate and gain against the length of the context, mean over heads and texts, models from scratch. Right: log-odds, base 2, relative to length 64; the thin line doubles with the context, a flat one knows nothing of it."
+#| fig-cap: "Left: gate and gain against the length of the context, mean over heads and texts, in the models that the title names. Right: log-odds, base 2, relative to length 64; the thin line doubles with the context, a flat one knows nothing of it."
 #| code-fold: true
 fig, (left, right) = plt.subplots(1, 2, figsize=(7.5, 3))
-for (arm, s), values in (cells("scratch") or cells(study)).items():
+of = next((of for of in ("scratch", "tuned", "pretrained") if cells(of)), study)
+for (arm, s), values in cells(of).items():
     name = next((n for n in ARMS if titled(n, "") == arm.removesuffix(", shipped start")), "sft")
     kind = "gate" if METHODS[name].added == "gate" else "gain"
     value, odds = (curve(values, x).loc[64:] for x in (kind, f"{kind}_odds"))
     if len(value):
         style = dict(color=COLOUR[ROLES[name]], linestyle=STYLES[name], alpha=0.5 if "shipped" in arm else 1.0)
-        left.plot(value.index, value, **style, label=arm if s == min(seed for a, seed in cells("scratch") or cells(study) if a == arm) else None)
+        left.plot(value.index, value, **style, label=arm if s == min(seed for a, seed in cells(of) if a == arm) else None)
         right.plot(odds.index, (odds - odds.iloc[0]) / math.log(2), **style)
 lengths = 2 ** np.arange(6, 11)
 right.plot(lengths, np.log2(lengths / 64), color=COLOUR["prior"], linewidth=0.6)
@@ -385,6 +388,7 @@ for ax, ylabel in ((left, "gate g, gain K"), (right, "change of log₂ odds")):
     ax.set(xlabel="length of the context [tokens]", ylabel=ylabel, xlim=(58, 1130), xticks=lengths, xticklabels=lengths)
 if left.get_legend_handles_labels()[0]:
     left.legend(fontsize=8)
+fig.suptitle({"scratch": "from scratch", "tuned": "after fine-tuning"}.get(of, of), fontsize=9)
 plt.show()
 
 # %% [markdown]
