@@ -57,10 +57,10 @@ gain * 2.0, precision + observed
 # | I. The filter | 10–14 | What do kriging, restricted likelihood, the Kalman gain and the delta method say about one token? |
 # | II. The layer | 20–22 | How does that become attention, a layer, and a drop-in encoder that is fast enough? |
 # | III. Recommendation | 29–33 | Which data, which model, which numbers may be compared, and how sure is a recommendation? |
-# | IV. Language | 40–41 | How does a pretrained Llama become a filter without forgetting, and how is it taught from noisy answers? |
+# | IV. Language | 40–43 | How does a pretrained Llama become a filter without forgetting, how is it taught from noisy answers, and what do gates and attention sinks have to do with it? |
 # | V. Experiments | | Does it help, where, and does the learned precision mean anything? |
 #
-# The experiments on language models, and the chapter on attention sinks, are not finished yet.
+# The experiments on language models are not finished yet: their pages run, and show the rows that are stored.
 #
 # ## How to read
 #
