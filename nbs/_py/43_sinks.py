@@ -80,7 +80,7 @@ effective_sample_size(w), effective_sample_size(w[:, 1:] / w[:, 1:].sum())
 #
 # Claim. Let a head put the mass $m$ on a sink and spread $1 - m$ over $T$ other keys with shares $p_j$, $\sum_j p_j = 1$, whose own effective sample size is $N = 1/\sum_j p_j^2$. Then
 #
-# $$ \kappa = \frac1n = m^2 + \frac{(1-m)^2}{N}, \qquad n \;\xrightarrow{N \to \infty}\; \frac{1}{m^2} . \tag{43.1} $$
+# $$ \kappa = \frac1n = m^2 + \frac{(1-m)^2}{N}, \qquad \lim_{N \to \infty} n = \frac{1}{m^2} . \tag{43.1} $$
 #
 # Proof with three other keys; $N = T$ if they share evenly. The $p_j$ are written as unnormalised shares:
 
