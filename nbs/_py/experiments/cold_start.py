@@ -148,11 +148,11 @@ pd.DataFrame({key: ends(*key) for key in others}).T.rename_axis(["backbone", "da
 # %% [markdown]
 # ## Reading
 #
-# **Rare items: not in SASRec, not in HSTU.** The claim is +14.5 % HR@10 for the rarest quarter on Sports; here the interval includes zero. Where it does not, it lies below: in SASRec the filter *loses* 7 % of the rarest quarter's hits on Beauty against torch's layer, and a tenth on Toys against the null. Where SASRec's filter gains, it is at the other end: the most popular quarter, on all five sparse sets against torch's layer, on Toys and Yelp also against the null. That is what a shrinkage towards what is well known does, and it is not what the paper reports.
+# **Rare items: not in SASRec, not in HSTU.** The claim is +14.5 % HR@10 for the rarest quarter on Sports; here the interval includes zero. Where it does not, it lies below: in SASRec the filter *loses* 7 % of the rarest quarter's hits on Beauty against torch's layer, and a tenth on Toys against the null. Where SASRec's filter gains, it is at the other end: the most popular quarter, on all five sparse sets against torch's layer, on Sports, Toys and Yelp also against the null. That is what a shrinkage towards what is well known does, and it is not what the paper reports.
 #
 # **In BERT4Rec on Beauty, yes, and it shows the trap.** The filter more than doubles the hits of the rarest quarter against torch's layer. Most of that the null does, too; what is left to precision is a quarter more, with an interval just above zero, in one seed. On Instruments the rarest items get a handful of hits from any layer.
 #
-# **Cold users: against torch's layer perhaps, against the null not shown.** In SASRec on Sports the users with the shortest histories gain most from the filter against torch's layer, about 10 %. Against the null about half of it is left, and no interval of the shortest group excludes zero. On Yelp all groups gain alike.
+# **Cold users: against torch's layer perhaps, against the null not shown.** In SASRec on Sports the users with the shortest histories gain most from the filter against torch's layer, about 10 %. Against the null a third of it is left, and no interval of the shortest group excludes zero. On Yelp all groups gain alike.
 #
 # ### Caveats
 #
