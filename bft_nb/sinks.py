@@ -22,7 +22,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .attention import BLOCK, _rows
+from .attention import BLOCK, rows_of_weights
 from .core import check_count
 from .gates import SinkGate
 from .kriging import effective_sample_size
@@ -65,7 +65,7 @@ def weight_rows(
 ) -> Iterator[Float[Tensor, "b h r j"]]:  # rows of weights; causal blocks end at their last query
     "The weights of one call of attention, a block of queries after the other."
     for lo in range(0, call.q.shape[2], block):
-        yield _rows(call.q, call.k, call.mask, call.bias, call.mask is None, lo, min(lo + block, call.q.shape[2]))
+        yield rows_of_weights(call.q, call.k, call.mask, call.bias, call.mask is None, lo, min(lo + block, call.q.shape[2]))
 
 # %% ../nbs/43_sinks.ipynb #c990a6d8
 class Measures(NamedTuple):

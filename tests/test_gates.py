@@ -6,9 +6,9 @@ import re
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from test_llama import SIZES, batch, families, logits, plain, step
+from test_llama import SIZES, batch, check_generation, check_rows_are_independent, check_token_by_token, families, logits, plain, step
 from torch.testing import assert_close
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, LlamaModel, StaticCache
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, LlamaModel
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward as gpt_oss_attention
 
 from bft_nb.gates import GATED, GATED_FAMILIES, GATES, Gate, GatedLlamaConfig, GatedLlamaForCausalLM, SinkGate, causal, convert_gated, gated_attention, trace_gates
@@ -161,37 +161,20 @@ def test_where_a_sink_starts():
 @gates
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_padding_and_the_rest_of_the_batch_change_nothing(name, gate, implementation):
-    model, inputs = strong(name, gate, implementation), batch(3, 12, pad=5)
-    real = inputs["attention_mask"].bool()
-    together = logits(model, **inputs, position_ids=(inputs["attention_mask"].cumsum(-1) - 1).clamp_min(0))
-    for row in range(3):
-        alone = logits(model, input_ids=inputs["input_ids"][row][real[row]][None])
-        assert_close(together[row][real[row]], alone[0], atol=1e-4, rtol=1e-4)
+    check_rows_are_independent(strong(name, gate, implementation), batch(3, 12, pad=5))
 
 
 @families
 @gates
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
 def test_token_by_token_equals_the_full_pass(name, gate, kind):
-    model, ids = strong(name, gate, "sdpa"), batch(2, 14)["input_ids"]
-    cache = StaticCache(config=model.config, max_cache_len=20) if kind == "static" else None
-    found = []
-    with torch.no_grad():
-        for part in ids.split([5, 1, 3, 1, 4], 1):
-            out = model(input_ids=part, past_key_values=cache, use_cache=True)
-            cache = out.past_key_values
-            found.append(out.logits)
-    assert_close(torch.cat(found, 1), logits(model, input_ids=ids), atol=1e-4, rtol=1e-4)
+    check_token_by_token(strong(name, gate, "sdpa"), kind)
 
 
 @families
 @gates
 def test_generation(name, gate):
-    model, inputs = strong(name, gate, "sdpa"), batch(2, 9, pad=3)
-    greedy = model.generate(**inputs, max_new_tokens=6, do_sample=False)
-    assert torch.equal(greedy, model.generate(**inputs, max_new_tokens=6, do_sample=False, use_cache=False))
-    beams = model.generate(**inputs, max_new_tokens=6, num_beams=3, do_sample=False)
-    assert torch.equal(beams, model.generate(**inputs, max_new_tokens=6, num_beams=3, do_sample=False, use_cache=False))
+    check_generation(strong(name, gate, "sdpa"), batch(2, 9, pad=3))
 
 
 # training, peft, saving, loading

@@ -74,6 +74,39 @@ def logits(model, **inputs):
     return model(**inputs).logits
 
 
+# what every converted model owes, gated ones as well (test_gates)
+
+
+def check_rows_are_independent(model, inputs):
+    "A padded batch says of each row what the row alone does."
+    real = inputs["attention_mask"].bool()
+    together = logits(model, **inputs, position_ids=(inputs["attention_mask"].cumsum(-1) - 1).clamp_min(0))
+    for row in range(len(real)):
+        alone = logits(model, input_ids=inputs["input_ids"][row][real[row]][None])
+        assert_close(together[row][real[row]], alone[0], atol=1e-4, rtol=1e-4)
+
+
+def check_token_by_token(model, kind):
+    "Pieces through a cache, \"dynamic\" or \"static\", say what the full pass does."
+    ids = batch(2, 14)["input_ids"]
+    cache = StaticCache(config=model.config, max_cache_len=20) if kind == "static" else None
+    found = []
+    with torch.no_grad():
+        for part in ids.split([5, 1, 3, 1, 4], 1):
+            out = model(input_ids=part, past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            found.append(out.logits)
+    assert_close(torch.cat(found, 1), logits(model, input_ids=ids), atol=1e-4, rtol=1e-4)
+
+
+def check_generation(model, inputs):
+    "Greedy and beam search find the same with a cache and without; the greedy tokens."
+    ways = ({}, {"num_beams": 3})
+    found = [[model.generate(**inputs, max_new_tokens=6, do_sample=False, **way, **more) for more in ({}, {"use_cache": False})] for way in ways]
+    assert all(torch.equal(cached, full) for cached, full in found)
+    return found[0][0]
+
+
 # switched off
 
 
@@ -210,27 +243,13 @@ def test_normalised_units_do_not_depend_on_the_scale_of_the_stream():
 @families
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_and_the_rest_of_the_batch_change_nothing(name, side):
-    model, inputs = strong(name), batch(3, 12, pad=5, side=side)
-    real = inputs["attention_mask"].bool()
-    positions = (inputs["attention_mask"].cumsum(-1) - 1).clamp_min(0)
-    together = logits(model, **inputs, position_ids=positions)
-    for row in range(3):
-        alone = logits(model, input_ids=inputs["input_ids"][row][real[row]][None])
-        assert_close(together[row][real[row]], alone[0], atol=1e-4, rtol=1e-4)
+    check_rows_are_independent(strong(name), batch(3, 12, pad=5, side=side))
 
 
 @families
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
 def test_token_by_token_equals_the_full_pass(name, kind):
-    model, ids = strong(name), batch(2, 14)["input_ids"]
-    cache = StaticCache(config=model.config, max_cache_len=20) if kind == "static" else None
-    found = []
-    with torch.no_grad():
-        for part in ids.split([5, 1, 3, 1, 4], 1):
-            out = model(input_ids=part, past_key_values=cache, use_cache=True)
-            cache = out.past_key_values
-            found.append(out.logits)
-    assert_close(torch.cat(found, 1), logits(model, input_ids=ids), atol=1e-4, rtol=1e-4)
+    check_token_by_token(strong(name), kind)
 
 
 @families
@@ -249,11 +268,8 @@ def test_a_half_precision_cache_keeps_the_precision_exactly(name):
 @families
 def test_generation(name):
     model, inputs = strong(name), batch(2, 9, pad=3)
-    greedy = model.generate(**inputs, max_new_tokens=6, do_sample=False)
-    assert torch.equal(greedy, model.generate(**inputs, max_new_tokens=6, do_sample=False, use_cache=False))
+    greedy = check_generation(model, inputs)
     assert torch.equal(greedy, model.generate(**inputs, max_new_tokens=6, do_sample=False, cache_implementation="static"))
-    beams = model.generate(**inputs, max_new_tokens=6, num_beams=3, do_sample=False)
-    assert torch.equal(beams, model.generate(**inputs, max_new_tokens=6, num_beams=3, do_sample=False, use_cache=False))
     torch.manual_seed(0)
     sampled = model.generate(**inputs, max_new_tokens=6, do_sample=True)
     torch.manual_seed(0)

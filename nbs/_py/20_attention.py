@@ -184,8 +184,16 @@ HIDDEN = -1e30  # logit of a key that must not be seen: finite, so that a row wi
 
 # %%
 #| exports
-def _rows(q, k, mask, bias, is_causal: bool, lo: int, hi: int) -> Tensor:
-    "Kriging weights of queries lo…hi; causal blocks stop at key hi."
+def rows_of_weights(
+    q: Float[Tensor, "*batch t k"],  # scaled
+    k: Float[Tensor, "*batch j k"],
+    mask: Bool[Tensor, "*#batch #t j"] | None,  # True = may be seen
+    bias: Float[Tensor, "*#batch #t j"] | None,  # added to the logits: log λ̄
+    is_causal: bool,
+    lo: int,  # first query
+    hi: int,  # the one after the last
+) -> Float[Tensor, "*batch r keys"]:  # r = hi − lo; keys: all, or hi if causal
+    "Kriging weights (10.2) of queries lo … hi − 1, and of no others."
     keys = hi if is_causal else k.shape[-2]
     logits = q[..., lo:hi, :] @ k[..., :keys, :].mT
     if bias is not None:
@@ -204,7 +212,7 @@ def _forward_blocks(q, k, values, mask, bias, is_causal: bool, block: int) -> tu
     "w V⁺ and κ = Σ w², one block of queries at a time."
     out, kappa = q.new_empty(*q.shape[:-1], values.shape[-1]), q.new_empty(q.shape[:-1])
     for lo in range(0, q.shape[-2], block):
-        w = _rows(q, k, mask, bias, is_causal, lo, hi := min(lo + block, q.shape[-2]))
+        w = rows_of_weights(q, k, mask, bias, is_causal, lo, hi := min(lo + block, q.shape[-2]))
         out[..., lo:hi, :] = w @ values[..., : w.shape[-1], :]
         kappa[..., lo:hi] = torch.linalg.vector_norm(w, dim=-1).square_()
     return out, kappa
@@ -219,7 +227,7 @@ def _backward_blocks(g_out, g_kappa, saved: tuple, is_causal: bool, block: int) 
     twice = 2 * g_kappa.unsqueeze(-1)
     c = (g_out * out).sum(-1, keepdim=True) + twice * kappa.unsqueeze(-1)
     for lo in range(0, q.shape[-2], block):
-        w = _rows(q, k, mask, bias, is_causal, lo, hi := min(lo + block, q.shape[-2]))
+        w = rows_of_weights(q, k, mask, bias, is_causal, lo, hi := min(lo + block, q.shape[-2]))
         j = w.shape[-1]
         dw = g_out[..., lo:hi, :] @ values[..., :j, :].mT
         dlogits = dw.addcmul_(w, twice[..., lo:hi, :]).sub_(c[..., lo:hi, :]).mul_(w)  # (20.2)

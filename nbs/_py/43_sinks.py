@@ -42,7 +42,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from bft_nb.attention import BLOCK, _rows
+from bft_nb.attention import BLOCK, rows_of_weights
 from bft_nb.core import check_count
 from bft_nb.gates import SinkGate
 from bft_nb.kriging import effective_sample_size
@@ -315,7 +315,7 @@ def weight_rows(
 ) -> Iterator[Float[Tensor, "b h r j"]]:  # rows of weights; causal blocks end at their last query
     "The weights of one call of attention, a block of queries after the other."
     for lo in range(0, call.q.shape[2], block):
-        yield _rows(call.q, call.k, call.mask, call.bias, call.mask is None, lo, min(lo + block, call.q.shape[2]))
+        yield rows_of_weights(call.q, call.k, call.mask, call.bias, call.mask is None, lo, min(lo + block, call.q.shape[2]))
 
 
 # %%
