@@ -56,8 +56,8 @@ def _run(a: argparse.Namespace) -> int:
         print(text)
         return int(not could)
     done = runner.run(a.notebook, given, out=a.out, force=a.force, progress=not a.quiet)
-    note = "kept: this run is there already (--force runs it again)" if done.status == "kept" else f"done in {done.seconds:.0f} s"
-    print(f"{note}\n{done.output}")
+    notes = {"kept": "kept: this run is there already (--force runs it again)", "stored": "stored: the rows of this run are there already (-p store false runs it again)"}
+    print(f"{notes.get(done.status, f'done in {done.seconds:.0f} s')}\n{done.output}")
     return 0
 
 

@@ -52,7 +52,7 @@ class Prepared(NamedTuple):
     model: Any
     tokenizer: Any
     trainable: int  # parameters
-    filtering: int  # parameters of the filter, or of the gates, among them
+    added: int  # parameters of the filter, or of the gates, among them
 
 
 def converted(model: nn.Module, method: str, **start: Any) -> nn.Module:

@@ -107,6 +107,16 @@ def check_row(row: Mapping[str, Any]) -> dict[str, Any]:
     return {name: made[name] for name in COLUMNS}
 
 
+def run_rows(
+    run: Mapping[str, Any],  # exp, dataset, model, params, seed
+    found: Mapping[str, Mapping[str, tuple[float, int]]],  # split -> metric -> (value, what it is a mean of)
+    **common: Any,  # seconds, device
+) -> list[dict[str, Any]]:
+    "All rows of one run, with one time and the commit of this checkout."
+    common = {**run, "commit": commit(), "utc": utc_now(), **common}
+    return [row for split, values in found.items() for name, (value, n) in values.items() for row in make_rows({name: value}, split=split, n=n, **common)]
+
+
 def make_rows(metrics: Mapping[str, float], **common: Any) -> list[dict[str, Any]]:
     "One row per metric; `common` holds the other columns (utc: now, unless given)."
     common = {"utc": utc_now(), **common}
@@ -165,13 +175,20 @@ def read_rows(paths: str | Path | Iterable[str | Path]) -> list[dict[str, Any]]:
     return rows
 
 
-def has_rows(path: str | Path, run: Mapping[str, Any], metrics: Iterable[str] = (), split: str | None = None) -> bool:
-    "Does the file hold this run (exp, dataset, model, params, seed), with all of these metrics?"
-    if not Path(path).exists():
-        return False
+def has_rows(path: str | Path, run: Mapping[str, Any]) -> bool:
+    "Does the file hold rows of this run (exp, dataset, model, params, seed)?"
     key = run_key(run)
-    found = {row["metric"] for row in read_rows(path) if run_key(row) == key and split in (None, row["split"])}
-    return bool(found) and set(metrics) <= found
+    return Path(path).exists() and any(run_key(row) == key for row in read_rows(path))
+
+
+class Stored(Exception):
+    "The rows of a run are there already: nothing is to be done. `bft run` and `bft sweep` take it for an answer, not for a failure."
+
+
+def check_new(path: str | Path, run: Mapping[str, Any]) -> None:
+    "`Stored` if the file holds rows of this run (exp, dataset, model, params, seed)."
+    if has_rows(path, run):
+        raise Stored(f"{path} holds the rows of this run: remove them to make them again, or run it with store=false")
 
 
 def ranks_path(folder: str | Path, run: Mapping[str, Any], split: str = "test") -> Path:

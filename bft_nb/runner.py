@@ -30,8 +30,8 @@ __all__ = [
 ]  # fmt: skip
 
 KERNEL = "python3"
-RAISED, BUSY, KEPT = 3, 75, 76  # exit statuses of the child: a cell raised, someone else is at it, someone else has done it
-STATUS = {0: "done", BUSY: "busy", KEPT: "kept"}
+RAISED, BUSY, KEPT, STORED = 3, 75, 76, 77  # exit statuses of the child: a cell raised, someone else is at it, someone else has done it, its rows are stored
+STATUS = {0: "done", BUSY: "busy", KEPT: "kept", STORED: "stored"}
 
 
 class Run(NamedTuple):
@@ -39,7 +39,7 @@ class Run(NamedTuple):
 
     notebook: Path  # what was executed
     output: Path  # the executed notebook, written whole or not at all
-    status: str  # "done", "kept" if the same run was there already, "busy" if another process is at it (only where `wait` is false)
+    status: str  # "done", "kept" if the same run was there already, "stored" if its rows were, "busy" if another process is at it (only where `wait` is false)
     seconds: float  # wall clock
 
 
@@ -351,11 +351,12 @@ def run(
     force: bool = False,  # run again even if the same run is there
     progress: bool = True,  # stream the notebook's output and a progress bar to the terminal
     timeout: float | None = None,  # seconds
-) -> Run:  # status "kept" if the same code has been run with the same parameters
+) -> Run:  # status "kept" if the same code has been run with the same parameters, "stored" if the notebook found its rows stored
     """Execute a notebook into `out`, whole or not at all.
 
     The output is written as NAME.part.ipynb and renamed when every cell has run. A run whose notebook code and parameters equal those of
     the stored output is kept, not repeated (changes of the library are not seen: `force`); one that another process is at is waited for.
+    A notebook that raises `results.Stored` has nothing to do: it is left as far as it came, as an output like others.
     If a cell fails, the executed notebook with its traceback is moved to NAME.failed.ipynb and nothing else is left. Raises
     `FileNotFoundError` (no such notebook), `ValueError` (unknown parameter), `TypeError` (value of another kind than the default),
     `RunFailed` (a cell raised).
@@ -392,12 +393,12 @@ def _execute(plan: Plan, progress: bool) -> int:
         )  # fmt: skip
     except pm.PapermillExecutionError as e:
         print(f"{e.ename}: {e.evalue}", file=sys.stderr)
-        status = RAISED
+        status = STORED if e.ename == "Stored" else RAISED
     nb = nbformat.read(part, as_version=4)
     nb.metadata["bft_run"] = plan.identity
     nbformat.write(nb, part)
-    os.replace(part, failed if status else plan.output)
-    if not status:
+    os.replace(part, failed if status == RAISED else plan.output)
+    if status != RAISED:
         failed.unlink(missing_ok=True)
     return status
 

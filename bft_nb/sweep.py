@@ -37,7 +37,7 @@ PAUSE = 5.0  # seconds before a cell that another sweep runs is asked for again
 class Outcome(NamedTuple):
     "What became of one cell."
 
-    status: str  # "done", "kept", "failed", "stopped"; "busy" while another sweep runs it
+    status: str  # "done", "kept", "stored", "failed", "stopped"; "busy" while another sweep runs it
     seconds: float = 0.0
     error: str = ""
 

@@ -36,7 +36,7 @@ def test_every_method_trains(method, adapter, questions):
     changed = [name for name, p in weights(made.model).items() if not torch.equal(p, before[name])]
     assert any("lora_B" in name for name in changed) == (adapter == "lora")
     assert {module for module in ("bft", "gate") if any(f".{module}." in name for name in changed)} == {METHODS[method].added} - {""}
-    assert (made.filtering > 0) == bool(METHODS[method].added)
+    assert (made.added > 0) == bool(METHODS[method].added)
     assert made.trainable == sum(p.numel() for p in before.values())
 
 

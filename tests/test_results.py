@@ -15,7 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import bft_nb
-from bft_nb.results import COLUMNS, append_rows, canonical, check_row, commit, has_rows, load_history, load_ranks, load_strata, make_rows, ranks_path, read_rows, run_key, save_ranks
+from bft_nb.results import (
+    COLUMNS, Stored, append_rows, canonical, check_new, check_row, commit, has_rows, load_history, load_ranks, load_strata, make_rows, ranks_path, read_rows,
+    run_key, run_rows, save_ranks,
+)  # fmt: skip
 
 
 def row(**changes):
@@ -126,16 +129,24 @@ def test_has_rows(tmp_path):
     path = tmp_path / "rec.csv"
     assert not has_rows(path, row())
     append_rows(path, [row(), row(metric="ndcg@10", split="valid")])
-    assert has_rows(path, row(), ["hr@10", "ndcg@10"])
-    assert not has_rows(path, row(), ["hr@10", "ndcg@10"], split="test")
-    assert not has_rows(path, row(), ["mrr"])
+    assert has_rows(path, row())
     assert not has_rows(path, row(seed=3))
+    check_new(path, row(seed=3))
+    with pytest.raises(Stored, match=r"rec\.csv holds the rows of this run"):
+        check_new(path, row())
 
 
 def test_make_rows():
     common = {name: value for name, value in row().items() if name not in ("metric", "value", "utc")}
     rows = make_rows({"hr@10": 0.1, "mrr": 0.05}, **common)
     assert [r["metric"] for r in rows] == ["hr@10", "mrr"]
+
+
+def test_run_rows():
+    run = {name: row()[name] for name in ("exp", "dataset", "model", "params", "seed")}
+    rows = run_rows(run, {"valid": {"mrr": (0.1, 5)}, "test": {"mrr": (0.2, 6), "hr@10": (0.3, 7)}}, seconds=1.5, device="cpu")
+    assert [(r["split"], r["metric"], r["value"], r["n"]) for r in rows] == [("valid", "mrr", 0.1, 5), ("test", "mrr", 0.2, 6), ("test", "hr@10", 0.3, 7)]
+    assert {run_key(r) for r in rows} == {run_key(run)} and len({(r["commit"], r["utc"], r["seconds"], r["device"]) for r in rows}) == 1
 
 
 def test_ranks(tmp_path):

@@ -15,7 +15,7 @@ from nbformat.v4 import new_code_cell, new_notebook
 from bft_nb import cli, runner
 
 PARAMETERS = 'dataset = "synthetic"\nseed = 0\nlr = 1e-3\nbft = False\nwidths = [8]\nlimit = None\n'
-BODY = 'import time\nif dataset == "broken": raise ValueError("asked to fail")\nif dataset == "slow": time.sleep(60)\n(seed, lr, bft)'
+BODY = 'import time\nif dataset == "broken": raise ValueError("asked to fail")\nif dataset == "slow": time.sleep(60)\nif dataset == "known": from bft_nb.results import Stored; raise Stored("rows are there")\n(seed, lr, bft)'
 
 
 @pytest.fixture
@@ -96,6 +96,15 @@ def test_failure_names_the_cell_and_leaves_nothing_half_written(notebook, out, c
     (failed,) = left(out)  # the traceback, under a name that says so
     assert failed.name == "little-dataset=broken.failed.ipynb"
     assert "asked to fail" in runner.cell_error(failed)
+
+
+def test_a_run_whose_rows_are_stored_has_nothing_to_do(notebook, out, capsys):
+    assert bft(notebook, "-p", "dataset", "known", "--out", out) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("stored: ") and "-p store false" in said
+    (output,) = left(out)  # an answer like others: not asked for again
+    assert output.name == "little-dataset=known.ipynb"
+    assert bft(notebook, "-p", "dataset", "known", "--out", out) == 0 and capsys.readouterr().out.startswith("kept: ")
 
 
 def test_time_out_leaves_nothing(notebook, out):

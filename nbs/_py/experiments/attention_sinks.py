@@ -57,7 +57,7 @@ from bft_nb.qa import Collator, mean_nll
 from bft_nb.qa_study import ROLES
 from bft_nb.ranking import bootstrap_mean
 from bft_nb.report import choose, configuration, load_rows, results_folder
-from bft_nb.results import append_rows, commit, has_rows, load_arrays, make_rows, ranks_path, run_key, save_arrays
+from bft_nb.results import append_rows, check_new, load_arrays, ranks_path, run_key, run_rows, save_arrays
 from bft_nb.runner import checkout
 from bft_nb.sinks import attention_maps, measure_sinks, per_head, sink_kappa, sink_rate
 from bft_nb.training import resolve_device
@@ -108,6 +108,7 @@ if study != "pretrained":
     if METHODS[method].added:
         params["precision_lr"] = precision_lr or lr
 run = dict(exp="attention_sinks", dataset=text, model=model.rpartition("/")[2], params=params, seed=seed)
+if store: check_new(results_folder() / "attention_sinks.csv", run)
 configuration(params)
 
 # %%
@@ -206,13 +207,13 @@ def arrays(frame: pd.DataFrame, rows: torch.Tensor) -> dict[str, np.ndarray]:
 # %%
 def keep(folder: Path) -> None:
     "Rows and arrays of this run in a folder."
-    common = dict(run, n=windows, seconds=round(time.perf_counter() - begin, 1), device=place.type, commit=commit())
     for split, (frame, _) in measured.items():
         save_arrays(ranks_path(folder / "sinks", run, split.replace(" ", "-")), arrays(frame, texts[split]))
-    append_rows(folder / "attention_sinks.csv", [row for split, found in results.items() for row in make_rows(found, **common, split=split)])
+    found = {split: {name: (value, windows) for name, value in of.items()} for split, of in results.items()}
+    append_rows(folder / "attention_sinks.csv", run_rows(run, found, seconds=round(time.perf_counter() - begin, 1), device=place.type))
 
 
-if store and not has_rows(results_folder() / "attention_sinks.csv", run):
+if store:
     keep(results_folder())
 
 # %% [markdown]

@@ -48,7 +48,7 @@ from bft_nb.figures import COLOUR, use_style
 from bft_nb.interactions import from_world, item_counts, leave_one_out, repeats
 from bft_nb.ranking import hit_rate, ndcg, paired_bootstrap, protocol
 from bft_nb.report import choose, configuration, load_rows, results_folder, runs_of, signed
-from bft_nb.results import append_rows, commit, has_rows, load_ranks, load_strata, make_rows, ranks_path, save_ranks
+from bft_nb.results import append_rows, check_new, has_rows, load_ranks, load_strata, ranks_path, run_rows, save_ranks
 from bft_nb.training import evaluate, fit
 from bft_nb.world import ladder, make_world
 
@@ -82,7 +82,8 @@ training = dict(lr=lr, negatives=min(256, n_items), epochs=epochs, patience=max(
 params = dict(bft=bft, d=d, dropout=dropout, split_hash=split.hash[:16], **size, **training)
 if bft:
     params |= dict(tau=tau, precision_lr=precision_lr)
-run = dict(exp="positive_control", dataset="synthetic", model="sasrec", params=params, seed=seed)
+run, kept = dict(exp="positive_control", dataset="synthetic", model="sasrec", params=params, seed=seed), results_folder() / "positive_control.csv"
+if store: check_new(kept, run)
 configuration(params)
 
 # %%
@@ -198,9 +199,9 @@ pd.Series({name: value for name, value in learnt.items() if ".b" not in name}, d
 # The rows of this run; they enter the book's results only on request. Beside the ranks of the test targets is stored, as a stratum, whether the last item before the target is an unreliable one ($\rho < .5$: stratum 0).
 
 # %%
-common = dict(seconds=round(fitted.seconds, 1), device="cpu", commit=commit())
-rows = make_rows(test, **run, split="test", n=n_users, **common) + make_rows(valid, **run, split="valid", n=n_users, **common)
-rows += make_rows(learnt, **run, split="train", n=n_items, **common) + make_rows({"best_epoch": fitted.best_epoch}, **run, split="train", n=1, **common)
+found = {part: {name: (value, n_users) for name, value in of.items()} for part, of in (("test", test), ("valid", valid))}
+found["train"] = {name: (value, n_items) for name, value in learnt.items()} | {"best_epoch": (fitted.best_epoch, 1)}
+rows = run_rows(run, found, seconds=round(fitted.seconds, 1), device="cpu")
 len(rows)
 
 # %% [markdown]
@@ -211,14 +212,14 @@ STEPS = dict(zip(steps, ["popularity", "bayes", "bayes+predict", "bayes+predict+
 ceilings = []
 for name, r in steps.items():
     of_world = dict(run, model=STEPS[name], params=dict(bft=False, split_hash=split.hash[:16], **size))
-    if not (store and has_rows(results_folder() / "positive_control.csv", of_world)):
-        ceilings += make_rows({"hr@10": r.hr, "ndcg@10": r.ndcg}, **of_world, split="test", n=r.n, **dict(common, seconds=0))
+    if not (store and has_rows(kept, of_world)):
+        ceilings += run_rows(of_world, {"test": {"hr@10": (r.hr, r.n), "ndcg@10": (r.ndcg, r.n)}}, seconds=0, device="cpu")
 
 # %%
-if store and not has_rows(results_folder() / "positive_control.csv", run):
+if store:
     unreliable_last = world.reliability[world.items[:, -2]] < 0.5
-    save_ranks(ranks_path(results_folder() / "ranks", run, "test"), ranks, np.where(unreliable_last, 0, 1))
-    append_rows(results_folder() / "positive_control.csv", rows + ceilings)
+    save_ranks(ranks_path(kept.parent / "ranks", run, "test"), ranks, np.where(unreliable_last, 0, 1))
+    append_rows(kept, rows + ceilings)
 
 # %% [markdown]
 # ## The study

@@ -47,7 +47,7 @@ from bft_nb.qa import Collator, answer_ids, check_question, encode, nq_retrieved
 from bft_nb.qa_study import ROLES, advantage, answers, cell, changed, level, mean, outcomes, per_question, seeds, shown, study_rows, tuned, tuning
 from bft_nb.rag import answer_growing, lookup_retrieved, mixed, snippets
 from bft_nb.report import choose, configuration, results_folder
-from bft_nb.results import append_rows, commit, has_rows, make_rows, ranks_path, run_key, save_answers
+from bft_nb.results import append_rows, check_new, ranks_path, run_key, run_rows, save_answers
 from bft_nb.runner import checkout
 
 # %%
@@ -70,7 +70,8 @@ training = dict(steps=steps, batch_size=batch_size, lr=lr)
 params = dict(method=method, ks=ks, k_train=k_train, words=words, adapter=adapter, max_length=max_length, answer_length=answer_length, n_eval=n_eval, dtype=dtype, **training)
 if METHODS[method].added:
     training["precision_lr"] = params["precision_lr"] = precision_lr or lr
-run = dict(exp="rag_distractors", dataset=data, model=model.rpartition("/")[2], params=params, seed=seed)
+run, kept = dict(exp="rag_distractors", dataset=data, model=model.rpartition("/")[2], params=params, seed=seed), results_folder() / "rag_distractors.csv"
+if store: check_new(kept, run)
 configuration(params)
 
 # %% [markdown]
@@ -85,7 +86,7 @@ print(prompt(cut[0].over(2, "middle")))
 # %%
 prepared = prepare(model, method, [r.over(k_train).context for r in cut[len(cut) // 2 :][:16]], adapter=adapter, max_length=max_length, seed=seed)
 tokenizer = prepared.tokenizer
-title(model), prepared.trainable, prepared.filtering
+title(model), prepared.trainable, prepared.added
 
 # %% [markdown]
 # A question is asked at the end, or serves to choose by, or is learnt from, the same for every method and seed. In training each has from none to `k_train` distractors, and the gold snippet stands first, in the middle or last.
@@ -133,21 +134,17 @@ pd.DataFrame(found).T.round(3)
 # The rows of this run, and its answers. They enter the book's results only on request, and never from the tiny model.
 
 # %%
-values = [(f"{part}-{name}", metric, float(v), len(measured[part][name][1])) for (part, name), of in found.items() for metric, v in of.items()]
-values += [("train", name, v, len(examples)) for name, v in (("loss", trained.losses[-1]["loss"]), ("trainable", prepared.trainable), ("filtering", prepared.filtering))]
-device, now = next(prepared.model.parameters()).device.type, commit()
-rows = [
-    row for split, metric, v, n in values
-    for row in make_rows({metric: v}, **run, split=split, n=n, seconds=round(trained.seconds, 1), device=device, commit=now)
-]  # fmt: skip
+parts = {f"{part}-{name}": {metric: (float(v), len(measured[part][name][1])) for metric, v in of.items()} for (part, name), of in found.items()}
+parts["train"] = {name: (value, len(examples)) for name, value in (("loss", trained.losses[-1]["loss"]), ("trainable", prepared.trainable), ("added", prepared.added))}
+rows = run_rows(run, parts, seconds=round(trained.seconds, 1), device=next(prepared.model.parameters()).device.type)
 len(rows)
 
 # %%
-if store and not has_rows(results_folder() / "rag_distractors.csv", run):
+if store:
     for part, by in measured.items():
         for name, (qs, texts, s) in by.items():
-            save_answers(ranks_path(results_folder() / "answers", run, f"{part}-{name}"), [q.id for q in qs], texts, s.exact, s.f1)
-    append_rows(results_folder() / "rag_distractors.csv", rows)
+            save_answers(ranks_path(kept.parent / "answers", run, f"{part}-{name}"), [q.id for q in qs], texts, s.exact, s.f1)
+    append_rows(kept, rows)
 
 # %% [markdown]
 # ## The study

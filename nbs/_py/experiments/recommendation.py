@@ -51,7 +51,7 @@ from bft_nb.interactions import describe, item_counts, leave_one_out, load, popu
 from bft_nb.interactions import thin as thinned
 from bft_nb.ranking import hit_rate, ndcg, protocol, reciprocal_rank
 from bft_nb.report import STRATA, choose, compare, configuration, results_folder, signed
-from bft_nb.results import append_rows, canonical, commit, has_rows, make_rows, ranks_path, save_ranks
+from bft_nb.results import append_rows, canonical, check_new, ranks_path, run_rows, save_ranks
 from bft_nb.study import ARMS, DATASETS, cell, metrics, study_rows, tuning
 from bft_nb.training import evaluate, fit, history_rows, resolve_device
 
@@ -94,7 +94,8 @@ training = dict(lr=lr, negatives=negatives, epochs=epochs, batch_size=32 if long
 params = dict(bft=bft, d=d, dropout=dropout, max_length=max_length, dtype=dtype, thin=thin, split_hash=split.hash[:16], **training, **chosen)
 if bft:
     params["precision_lr"] = precision_lr or lr
-run = dict(exp="recommendation", dataset=dataset, model=backbone, params=params, seed=seed)
+run, kept = dict(exp="recommendation", dataset=dataset, model=backbone, params=params, seed=seed), results_folder() / "recommendation.csv"
+if store: check_new(kept, run)
 configuration(params)
 
 # %% [markdown]
@@ -234,18 +235,15 @@ pd.Series({name: value for name, (value, _) in learnt.items() if name.startswith
 # The rows of this run. They enter the book's results only on request, and never from the synthetic world.
 
 # %%
-rows, parts = [], {part: found for part, (_, _, found) in measured.items()} | {"train": learnt | {"best_epoch": (fitted.best_epoch, 1)}}
-for part, found in parts.items():
-    for name, (value, n) in found.items():
-        rows += make_rows({name: value}, **run, split=part, n=n, seconds=round(fitted.seconds, 1), device=place.type, commit=commit())
+parts = {part: found for part, (_, _, found) in measured.items()} | {"train": learnt | {"best_epoch": (fitted.best_epoch, 1)}}
+rows = run_rows(run, parts, seconds=round(fitted.seconds, 1), device=place.type)
 len(rows)
 
 # %%
-if store and not has_rows(results_folder() / "recommendation.csv", run):
-    lengths = {part: examples.histories.lengths for part, examples in {"test": split.test, "shuffled": split.test}.items() if part in measured}
-    for part, history in lengths.items():
-        save_ranks(ranks_path(results_folder() / "ranks", run, part), *measured[part][:2], history)
-    append_rows(results_folder() / "recommendation.csv", rows)
+if store:
+    for part in measured.keys() & {"test", "shuffled"}:
+        save_ranks(ranks_path(kept.parent / "ranks", run, part), *measured[part][:2], split.test.histories.lengths)
+    append_rows(kept, rows)
 
 # %% [markdown]
 # ## The study

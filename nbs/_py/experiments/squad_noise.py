@@ -47,7 +47,7 @@ from bft_nb.plan import report
 from bft_nb.qa import Collator, Scores, answer, answer_ids, corrupt, encode, load_questions, lookup, mean_nll, noise_floor, prompt_ids, score, swap_answers
 from bft_nb.qa_study import ROLES, advantage, cell, changed, level, mean, outcomes, seeds, shown, study_rows, tuned, tuning
 from bft_nb.report import configuration, results_folder
-from bft_nb.results import append_rows, commit, has_rows, make_rows, ranks_path, run_key, save_answers
+from bft_nb.results import append_rows, check_new, ranks_path, run_key, run_rows, save_answers
 from bft_nb.runner import checkout
 
 # %%
@@ -69,7 +69,8 @@ training = dict(steps=steps, batch_size=batch_size, lr=lr)
 params = dict(method=method, noise=noise, corruption=corruption, adapter=adapter, max_length=max_length, answer_length=answer_length, n_eval=n_eval, dtype=dtype, **training)
 if METHODS[method].added:
     training["precision_lr"] = params["precision_lr"] = precision_lr or lr
-run = dict(exp="squad_noise", dataset=data, model=model.rpartition("/")[2], params=params, seed=seed)
+run, kept = dict(exp="squad_noise", dataset=data, model=model.rpartition("/")[2], params=params, seed=seed), results_folder() / "squad_noise.csv"
+if store: check_new(kept, run)
 configuration(params)
 
 # %% [markdown]
@@ -83,7 +84,7 @@ else:
 contexts = list(dict.fromkeys(q.context for q in taught))  # a filter's scales are measured on 16 of them
 prepared = prepare(model, method, contexts[:: max(1, len(contexts) // 16)][:16], adapter=adapter, max_length=max_length, seed=seed)
 tokenizer = prepared.tokenizer
-title(model), prepared.trainable, prepared.filtering
+title(model), prepared.trainable, prepared.added
 
 
 # %%
@@ -149,20 +150,16 @@ pd.DataFrame({part: {name: value for name, (value, _) in m[0].items()} for part,
 
 # %%
 parts = {part: found for part, (found, _, _) in measured.items()}
-parts["train"] = {name: (value, len(examples)) for name, value in (("loss", trained.losses[-1]["loss"]), ("trainable", prepared.trainable), ("filtering", prepared.filtering))}
-device, now = next(prepared.model.parameters()).device.type, commit()
-rows = [
-    row for part, found in parts.items() for name, (value, n) in found.items()
-    for row in make_rows({name: value}, **run, split=part, n=n, seconds=round(trained.seconds, 1), device=device, commit=now)
-]  # fmt: skip
+parts["train"] = {name: (value, len(examples)) for name, value in (("loss", trained.losses[-1]["loss"]), ("trainable", prepared.trainable), ("added", prepared.added))}
+rows = run_rows(run, parts, seconds=round(trained.seconds, 1), device=next(prepared.model.parameters()).device.type)
 len(rows)
 
 # %%
-if store and not has_rows(results_folder() / "squad_noise.csv", run):
+if store:
     for part, questions in {"valid": valid, "test": asked}.items():
         _, said, found = measured[part]
-        save_answers(ranks_path(results_folder() / "answers", run, part), [q.id for q in questions], said, found.exact, found.f1)
-    append_rows(results_folder() / "squad_noise.csv", rows)
+        save_answers(ranks_path(kept.parent / "answers", run, part), [q.id for q in questions], said, found.exact, found.f1)
+    append_rows(kept, rows)
 
 # %% [markdown]
 # ## The study
