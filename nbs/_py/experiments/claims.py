@@ -1,0 +1,195 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: python3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # What holds?
+#
+# > The paper's claims, one by one: its number, ours, and what follows.
+#
+# **What is asked.** [The paper](https://arxiv.org/abs/2605.18832) [@bft2026] makes seven kinds of claims. Each has its page in this book; here stand the answers, side by side, computed from the same stored rows.
+#
+# **What counts.** A difference is *seen* if its whole 95 % interval lies above zero, *reversed* if it lies below, and *not shown* otherwise: an interval that includes zero is not evidence of no effect. The rule was fixed before the numbers were read. Intervals are over users, questions or texts, not over trainings. Differences are relative to the layer that differs by precision alone: the null for SASRec and BERT4Rec, the plain layer for HSTU and the language models ([why](recommendation.ipynb)).
+
+# %% tags=["parameters"]
+k = 10  # of HR@k and NDCG@k
+
+# %%
+import matplotlib.pyplot as plt
+import pandas as pd
+import torch
+
+from bft_nb import qa_study
+from bft_nb.backbones import BACKBONES
+from bft_nb.figures import COLOUR, use_style
+from bft_nb.llama import BFTLlamaConfig, BFTLlamaForCausalLM, added
+from bft_nb.plan import KNOWN
+from bft_nb.ranking import Estimate, bootstrap_mean, hit_rate, ndcg
+from bft_nb.report import choose, compare, load_rows, signed
+from bft_nb.results import load_strata
+from bft_nb.study import DATASETS, cell, history_strata, metrics, study_rows
+
+# %%
+use_style()
+stored = study_rows()
+FAIR = {"sasrec": "null", "bert4rec": "null", "hstu": "plain"}  # what a backbone's filter is compared with
+
+
+def verdict(d: Estimate | None) -> str:
+    "Seen, reversed, or not shown."
+    if d is None:
+        return "not run"
+    return "seen" if d.low > 0 else "reversed" if d.high < 0 else "not shown"
+
+
+def gain(dataset: str, backbone: str, arm: str, metric=lambda ranks: ndcg(ranks, k), groups=load_strata, group: str = "all", thin: float = 1.0) -> Estimate | None:
+    "How much the filter is above an arm, in percent; None if it is not stored."
+    ours, theirs = (cell(stored, dataset, backbone, a, thin) for a in ("filter", arm))
+    if not set(ours["seed"]) & set(theirs["seed"]):
+        return None
+    return compare(ours, theirs, metric, groups=groups, relative=True).get(group)
+
+
+def hits(ranks: torch.Tensor) -> torch.Tensor:
+    "HR@k of each user."
+    return hit_rate(ranks, k)
+
+
+# %% [markdown]
+# ## 1. Better recommendations, on every set and backbone
+#
+# **The paper says** the filter is above its backbone on six sets, for SASRec, BERT4Rec and HSTU. On how many sets is it, in NDCG@10, here?
+
+# %%
+leads = {(b, arm): {d: gain(d, b, arm) for d in DATASETS} for b in FAIR for arm in ("plain", "null") if (b, arm) != ("hstu", "null")}
+counts = pd.DataFrame({key: pd.Series([verdict(d) for d in found.values()]).value_counts() for key, found in leads.items()}).T
+counts.reindex(columns=["seen", "not shown", "reversed", "not run"]).fillna(0).astype(int).rename_axis(["backbone", "compared with"])
+
+# %%
+#| label: fig-claims
+#| fig-cap: "The filter's NDCG@10 relative to the layer that differs by precision alone, set by set (bars: 95 % interval over users). Right of the line the filter is better."
+#| code-fold: true
+fig, ax = plt.subplots(figsize=(6, 3.4))
+for j, (backbone, role) in enumerate(zip(FAIR, ("posterior", "truth", "noise"))):
+    found = {i: d for i, d in enumerate(leads[backbone, FAIR[backbone]].values()) if d}
+    mean, low, high = ([getattr(d, end) for d in found.values()] for end in ("mean", "low", "high"))
+    bars = [[m - x for m, x in zip(mean, low)], [x - m for m, x in zip(mean, high)]]
+    ax.errorbar(mean, [i + 0.2 * (j - 1) for i in found], xerr=bars, fmt="os^"[j], color=COLOUR[role], markersize=4, label=f"{backbone}, to {FAIR[backbone]}")
+ax.axvline(0, color="0.6", lw=1)
+ax.set(yticks=range(len(DATASETS)), yticklabels=DATASETS, xlabel="NDCG@10, relative [%]")
+ax.invert_yaxis()
+ax.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+plt.show()
+
+# %% [markdown]
+# ## 2. The largest numbers: Instruments, rare items, cold users, sparse data
+#
+# **The paper says** HSTU gains 15.1 % HR@10 on Instruments; the rarest quarter of the targets gains 14.5 % HR@10 on Sports; cold users gain most; the gain grows as data get sparser, and is small on dense data. A gain *of one group over another* has no interval here; the groups' own intervals stand side by side.
+
+# %%
+rare = {b: gain("sports", b, FAIR[b], hits, group="0") for b in FAIR}
+lines = {
+    ("HSTU on Instruments, HR@10", "hstu"): (gain("instruments", "hstu", "plain", hits), "+15.1"),
+    **{("rarest quarter on Sports, HR@10", b): (d, "+14.5") for b, d in rare.items()},
+    **{("shortest histories on Sports, HR@10", b): (gain("sports", b, FAIR[b], hits, history_strata, "0"), "most of all users") for b in FAIR},
+    **{("all users on Sports, HR@10", b): (gain("sports", b, FAIR[b], hits), "") for b in FAIR},
+    **{(f"Beauty, {share:.0%} of the events, NDCG@10", b): (gain("beauty", b, FAIR[b], thin=share), "grows downwards") for share in (1.0, 0.5, 0.25) for b in ("sasrec", "hstu")},
+    **{("MovieLens (dense), NDCG@10", b): (gain("ml1m", b, FAIR[b]), "small") for b in FAIR},
+}
+
+
+def line(d: Estimate | None, says: str) -> dict[str, str]:
+    "A line of a table of claims."
+    return {"the paper says [%]": says, "here [%]": signed(d, 1) if d else "", "": verdict(d)}
+
+
+# %%
+pd.DataFrame({key: line(*found) for key, found in lines.items()}).T.rename_axis(["what", "backbone"])
+
+# %% [markdown]
+# ## 3. The mechanism
+#
+# **The paper says** rare items show a higher initial precision and a lower gain, $K\approx 0.77$. Rarest and most popular quarter, in the first layer:
+
+# %%
+def mechanism(backbone: str, dataset: str) -> dict[str, float]:
+    "τ and K of the rarest and the most popular quarter."
+    learnt = metrics(cell(stored, dataset, backbone, "filter"), "train")["mean"]
+    return {f"{name}, {quarter}": learnt[f"{name}.q{q}" if name == "tau" else f"{name}.layer1.q{q}"] for name in ("tau", "gain") for q, quarter in ((0, "rarest"), (3, "most popular"))}
+
+
+ordered = pd.DataFrame({(b, d): mechanism(b, d) for b in FAIR for d in DATASETS if len(cell(stored, d, b, "filter"))}).T.rename_axis(["backbone", "data"])
+ordered.assign(**{"τ as claimed": ordered["tau, rarest"] > ordered["tau, most popular"], "K as claimed": ordered["gain, rarest"] < ordered["gain, most popular"]}).round(2)
+
+# %% [markdown]
+# ## 4. Fine-tuning on wrong answers, 5. answering among distractors
+#
+# **The paper says** (TinyLlama-1.1B; here SmolLM2-135M) that with wrong label tokens BFT is above SFT and above focal loss, that on clean labels its F1 is 8.3 % above SFT's, and that it degrades less as distractors enter the context. Differences in F1 points of 100:
+
+# %%
+def advantage(experiment: str, method: str, other: str, split: str, select: dict, **condition) -> Estimate | None:
+    "F1 of one method minus F1 of another, each at its own learning rate; None if either is not stored."
+    rows = qa_study.study_rows(experiment)
+    pair = [qa_study.cell(rows, m, qa_study.tuned(rows, m, **select), n_eval=500, **condition) for m in (method, other)]
+    difference = qa_study.advantage(*pair, split)
+    return bootstrap_mean(difference) if len(difference) else None
+
+
+# %%
+noisy = {(f"np = {n:g}", other): advantage("squad_noise", "bft", other, "test", dict(noise=0.3), noise=n) for n in (0.0, 0.3) for other in ("sft", "focal", "gce")}
+crowded = {(f"k = {n}", other): advantage("rag_distractors", "bft", other, f"test-k{n}.first", dict(split="valid-k5.middle")) for n in (0, 5, 10, 20) for other in ("sft", "focal", "gce")}
+told = pd.DataFrame({(task, *key): {"F1, BFT minus it": signed(d, 1) if d else "", "": verdict(d)} for task, found in (("wrong labels", noisy), ("distractors", crowded)) for key, d in found.items()})
+told.T.rename_axis(["task", "condition", "compared with"])
+
+# %% [markdown]
+# ## 6. Gates do not follow the length of the context, gains do
+#
+# **The paper says** that a learned sigmoid gate does not change with the length of the context, and the gain does, because the effective sample size does. Change of the log-odds, base 2, per doubling of the length, with its interval over texts; 1 would be an odds that doubles with the context, 0 one that knows nothing of it.
+
+# %%
+slopes = load_rows("attention_sinks").query("split == 'bos'")
+slopes = slopes[slopes["metric"].str.fullmatch(r"slope\.(gate_odds|gain_odds|n_eff)(\.low|\.high)?")]
+slopes = slopes.assign(start=slopes["start"].fillna(""), what=slopes["metric"].str.extract(r"slope\.(\w+)")[0], end=slopes["metric"].str.extract(r"\.(low|high)$")[0].fillna("mean"))
+wide = slopes.pivot_table(index=["study", "method", "start", "seed", "what"], columns="end", values="value")
+wide.apply(lambda s: signed(Estimate(s["mean"], s["low"], s["high"], 0), 2), axis=1).unstack("what").fillna("")
+
+# %% [markdown]
+# ## 7. It costs next to nothing
+#
+# **The paper says** under 0.1 % more parameters, the memory of ordinary attention, and negligible time. Parameters, counted: in a language model they are few; in a recommender with one $\tau$ for each item they are one per item, beside the item's $d$.
+
+# %%
+def parameters(model: torch.nn.Module) -> int:
+    "Number of parameters."
+    return sum(p.numel() for p in model.parameters())
+
+
+def more(extra: int, of: int) -> dict[str, str]:
+    "A line of the table."
+    return {"parameters": f"{of:,}", "more": f"{extra:,}", "share": f"{100 * extra / of:.3f} %"}
+
+
+# %%
+with torch.device("meta"):
+    llama = BFTLlamaForCausalLM(BFTLlamaConfig(**{name: value for name, value in KNOWN["TinyLlama/TinyLlama-1.1B"].items() if name != "model_type"}))
+recommenders = {b: [parameters(make(12_101, bft=bft)) for bft in (False, True)] for b, make in BACKBONES.items()}  # as many items as Beauty
+new = sum(map(parameters, added(llama)))
+counted = {"TinyLlama-1.1B": more(new, parameters(llama) - new), **{f"{b}, Beauty's items, d = 64": more(whole - plain, plain) for b, (plain, whole) in recommenders.items()}}
+pd.DataFrame(counted).T
+
+# %% [markdown]
+# Time of training, filter over plain layer, the median over rounds of one run on one CPU thread (of what it costs, [more](recommendation_speed.ipynb)):
+
+# %%
+speed = choose(load_rows("recommendation_speed"), metric="us_per_target").query("model in ['sasrec', 'bert4rec', 'hstu']")
+ratio = speed[speed["bft"]].set_index(["dataset", "model", "negatives", "seed"])["value"] / speed[~speed["bft"]].set_index(["dataset", "model", "negatives", "seed"])["value"]
+ratio.groupby(["model", "dataset", "negatives"]).median().round(2).rename("filter/plain").reset_index().set_index(["model", "dataset"])
+
+# %% [markdown]
+# ## Reading
+#
+# READING
