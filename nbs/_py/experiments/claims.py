@@ -186,8 +186,8 @@ pd.DataFrame(counted).T
 
 # %%
 speed = choose(load_rows("recommendation_speed"), metric="us_per_target").query("model in ['sasrec', 'bert4rec', 'hstu']")
-ratio = speed[speed["bft"]].set_index(["dataset", "model", "negatives", "seed"])["value"] / speed[~speed["bft"]].set_index(["dataset", "model", "negatives", "seed"])["value"]
-ratio.groupby(["model", "dataset", "negatives"]).median().round(2).rename("filter/plain").reset_index().set_index(["model", "dataset"])
+plain, whole = (speed[speed["bft"] == bft].set_index(["model", "dataset", "negatives", "sequences", "seed"])["value"] for bft in (False, True))
+(whole / plain).groupby(["model", "dataset", "negatives", "sequences"]).median().round(2).rename("filter/plain").reset_index().set_index(["model", "dataset"])
 
 # %% [markdown]
 # ## Reading

@@ -49,7 +49,7 @@ from bft_nb.backbones import BACKBONES
 from bft_nb.core import check_option
 from bft_nb.interactions import leave_one_out, load
 from bft_nb.report import configuration, load_rows, results_folder
-from bft_nb.results import append_rows, commit, has_rows, make_rows
+from bft_nb.results import append_rows, has_rows, run_rows
 from bft_nb.runner import checkout
 from bft_nb.training import evaluate, pad_rows
 
@@ -175,11 +175,11 @@ for name, a in about.items():
     batch = {"batch_size": recbole_batch} if name == "RecBole" else {}
     params = size | {"sequences": len(rows), "split_hash": split.hash[:16], "version": a["version"], "torch": a["torch"]} | ours | batch
     for r, round_ in enumerate(measured):
-        run = dict(exp="recommendation_speed", dataset=dataset, model=names[name], params=params, seed=r)
-        m, common = round_[name], dict(device="cpu", commit=commit())
-        found.append((run, make_rows({"us_per_target": 1e6 * m["seconds"] / m["targets"]}, **run, split="train", n=m["targets"], seconds=m["seconds"], **common)))
+        run, m = dict(exp="recommendation_speed", dataset=dataset, model=names[name], params=params, seed=r), round_[name]
+        values = {"train": {"us_per_target": (1e6 * m["seconds"] / m["targets"], m["targets"])}}
         if name in evaluated and r == 0:
-            found[-1][1].extend(make_rows({"evaluation_seconds": evaluated[name]}, **run, split="test", n=len(split.test.targets), seconds=evaluated[name], **common))
+            values["test"] = {"evaluation_seconds": (evaluated[name], len(split.test.targets))}
+        found.append((run, run_rows(run, values, seconds=m["seconds"], device="cpu")))
 len(found)
 
 # %%
@@ -199,7 +199,7 @@ if store:
 # done; done
 # ```
 #
-# and, without the other libraries, `-p negatives 512 -p sequences 2560` with each `-p backbone`, for the filters at the loss they are used with. Seeds are rounds. A ratio is the median over rounds of the ratio within a round; the microseconds are the median, too, and depend on the machine.
+# and, without the other libraries and so with more sequences, `-p negatives 128 -p sequences 2560`, and `-p negatives 512 -p sequences 2560` with each `-p backbone`, for the filters at the loss they are used with. Seeds are rounds. A ratio is the median over rounds of the ratio within a round; the microseconds are the median, too, and depend on the machine.
 
 # %%
 stored = load_rows("recommendation_speed")
@@ -208,9 +208,9 @@ stored["loss"] = stored["negatives"].map(lambda n: f"sampled, {n:.0f}" if n else
 
 # %%
 def costs(metric: str, model: str, bft: bool) -> pd.DataFrame:
-    "Stored values of one program: a line per data set and loss, a column per round."
+    "Stored values of one program: a line per data set, loss and number of sequences, a column per round."
     chosen = stored[(stored["metric"] == metric) & (stored["model"] == model) & (stored["bft"] == bft)]
-    return chosen.pivot_table(index=["dataset", "loss"], columns="seed", values="value")
+    return chosen.pivot_table(index=["dataset", "loss", "sequences"], columns="seed", values="value")
 
 
 # %%
@@ -222,7 +222,7 @@ def against(metric: str, model: str, bft: bool, base: pd.DataFrame) -> pd.Series
 # %%
 plain = costs("us_per_target", "sasrec", False)
 table = pd.DataFrame({
-    "targets a round": stored[(stored["model"] == "sasrec") & (stored["metric"] == "us_per_target")].groupby(["dataset", "loss"])["n"].first(),
+    "targets a round": stored[(stored["model"] == "sasrec") & (stored["metric"] == "us_per_target")].groupby(["dataset", "loss", "sequences"])["n"].first(),
     "plain [µs a target]": plain.median(axis=1),
     "plain/RecTools": 1 / against("us_per_target", "rectools-sasrec", False, plain),
     "plain/RecBole": 1 / against("us_per_target", "recbole-sasrec", False, plain),
