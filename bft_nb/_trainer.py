@@ -56,6 +56,13 @@ class RankingTrainer(Trainer):
         return metrics
 
 
+class LastStep(TrainerCallback):
+    "Log the last step, too, where it is no multiple of the steps of a row."
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_log = control.should_log or state.global_step >= state.max_steps
+
+
 class Every(TrainerCallback):
     "Validate and save at the end of every n-th epoch only."
 

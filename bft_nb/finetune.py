@@ -136,16 +136,16 @@ def _groups(model: nn.Module, converted: bool, lr: float, precision_lr: float | 
 
 
 def length_grouped(lengths: Sequence[int], n_batches: int, batch_size: int, seed: int = 0) -> list[int]:
-    """Indices of the examples of so many batches, in order: each example once before any comes again, rows of similar length together.
+    """Indices of the examples of so many batches, in order: each example equally often, give or take one, rows of similar length together.
 
-    Examples are shuffled, every fifty batches' worth is sorted by length, and these batches are shuffled among themselves.
+    Examples are shuffled pass by pass, the examples of a pass in every fifty batches' worth are sorted by length, and these batches are shuffled
+    among themselves. A batch holds an example twice only where one pass ends and the next begins, or where there are fewer examples than it needs.
     """
-    rng, drawn = np.random.default_rng(seed), np.empty(0, dtype=int)
-    while len(drawn) < n_batches * batch_size:
-        drawn = np.concatenate([drawn, rng.permutation(len(lengths))])
-    drawn = drawn[: n_batches * batch_size]
-    blocks = [drawn[at : at + 50 * batch_size] for at in range(0, len(drawn), 50 * batch_size)]
-    ordered = np.concatenate([b[np.argsort(np.asarray(lengths)[b], kind="stable")] for b in blocks]).reshape(n_batches, batch_size)
+    rng, needed = np.random.default_rng(seed), n_batches * batch_size
+    passes = np.arange(needed) // len(lengths)
+    drawn = np.concatenate([rng.permutation(len(lengths)) for _ in range(int(passes[-1]) + 1)])[:needed]
+    blocks = [slice(at, at + 50 * batch_size) for at in range(0, needed, 50 * batch_size)]
+    ordered = np.concatenate([drawn[b][np.lexsort((np.asarray(lengths)[drawn[b]], passes[b]))] for b in blocks]).reshape(n_batches, batch_size)
     return np.concatenate([rng.permutation(ordered[at : at + 50]) for at in range(0, n_batches, 50)]).ravel().tolist()
 
 
@@ -165,10 +165,11 @@ def finetune(
     out_dir: str | Path | None = None,  # checkpoints, four over the run; called again with the same folder, a killed run goes on. None: none are kept
     progress: bool = False,
 ) -> Tuned:
-    "Train for a number of steps, in place. Raises `ValueError` for impossible arguments, `FloatingPointError` if the loss is no longer finite."
+    "Train for a number of steps, in place. Raises `ValueError` for impossible arguments, `FloatingPointError` if a loss or a weight is no longer finite."
     from transformers import PrinterCallback, Trainer, TrainingArguments
 
-    from bft_nb.training import resolve_device
+    from bft_nb._trainer import LastStep
+    from bft_nb.training import resolve_device, run_trainer
 
     check_option("method", method, METHODS)
     check_option("dtype", dtype, DTYPES)
@@ -182,7 +183,7 @@ def finetune(
     with tempfile.TemporaryDirectory() as scratch:
         arguments = TrainingArguments(
             output_dir=str(out_dir or scratch), max_steps=steps, per_device_train_batch_size=batch_size, seed=seed, data_seed=seed, bf16=dtype == "bfloat16",
-            use_cpu=place.type == "cpu", lr_scheduler_type="linear", warmup_steps=math.ceil(steps / 20), max_grad_norm=1.0, logging_steps=max(1, steps // 20),
+            use_cpu=place.type == "cpu", lr_scheduler_type="linear", warmup_steps=math.ceil(steps / 20), max_grad_norm=1.0, logging_steps=max(1, steps // 20), logging_nan_inf_filter=False,
             save_strategy="steps" if out_dir else "no", save_steps=max(1, steps // 4), save_total_limit=2, report_to="none", disable_tqdm=not progress,
             remove_unused_columns=False, label_names=["labels"], dataloader_pin_memory=False, train_sampling_strategy="sequential",
         )  # fmt: skip
@@ -191,12 +192,15 @@ def finetune(
             optimizers=(torch.optim.AdamW(_groups(model.to(place), bool(METHODS[method].added), lr, precision_lr)), None),
         )  # fmt: skip
         trainer.remove_callback(PrinterCallback)
+        trainer.add_callback(LastStep)
         checkpoint = _last(out_dir)
         with contextlib.redirect_stdout(io.StringIO()) if not progress else contextlib.nullcontext():
-            trainer.train(resume_from_checkpoint=checkpoint)
+            run_trainer(trainer, checkpoint)
     losses = [{"step": row["step"], "loss": row["loss"]} for row in trainer.state.log_history if "loss" in row]
-    if losses and not math.isfinite(losses[-1]["loss"]):
-        raise FloatingPointError(f"the training loss is {losses[-1]['loss']} after {losses[-1]['step']} steps: try a smaller lr")
+    if bad := [row for row in losses if not math.isfinite(row["loss"])]:
+        raise FloatingPointError(f"the training loss is {bad[0]['loss']} after {bad[0]['step']} steps: try a smaller lr")
+    if any(not bool(p.isfinite().all()) for p in model.parameters() if p.requires_grad):
+        raise FloatingPointError(f"a weight is no longer finite after {steps} steps: try a smaller lr")
     return Tuned(losses, float(next((row["train_runtime"] for row in reversed(trainer.state.log_history) if "train_runtime" in row), math.nan)))
 
 

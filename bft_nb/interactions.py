@@ -159,7 +159,7 @@ def time_column(
     frame: nw.DataFrame,
     name: str,  # column
 ) -> tuple[Shaped[np.ndarray, " rows"], Int64[np.ndarray, " rows"]]:  # what to sort by, seconds
-    "Times as numbers (kept as they are) or dates (seconds since 1970); `ValueError` for missing or infinite, `TypeError` for other types."
+    "Times as whole numbers (kept as they are) or dates (whole seconds since 1970); `ValueError` for missing, infinite or fractional, `TypeError` for other types."
     column = frame[name]
     if n := missing_values(column): raise ValueError(f"column {name!r} has {n} missing times (null or NaN)")
     if column.dtype in (nw.Datetime, nw.Date):
@@ -171,7 +171,9 @@ def time_column(
     key = column.to_numpy()
     if key.dtype.kind not in "iuf": raise TypeError(f"column {name!r} has type {column.dtype}: times must be numbers or dates")
     if not np.isfinite(key).all(): raise ValueError(f"column {name!r} holds an infinite time")
-    return key, whole_numbers(np.floor(key) if key.dtype.kind == "f" else key, name, "times")
+    if key.dtype.kind == "f" and (bad := key != np.floor(key)).any():
+        raise ValueError(f"column {name!r} holds {key[bad][0]}: times must be dates, or whole numbers in a unit that tells events apart (of seconds with a fraction, make milliseconds)")
+    return key, whole_numbers(key, name, "times")
 
 # %% ../nbs/30_interactions.ipynb #9cdf8dec
 def position_column(
@@ -690,7 +692,9 @@ class Protocol:
     density: float
     mean_length: float
     ties: float | None  # share of users whose last two events share a time
-    repeats: int  # test targets the user has chosen before
+    asked: int  # test targets
+    repeats: int  # those among them that the user has chosen before
+    dropped: int  # users left out
     split: str
     hash: str
 
@@ -711,5 +715,5 @@ def describe(
     order = split.ties.last_two if split.ties else None
     return Protocol(
         data.name, data.n_users, data.n_items, data.n_interactions, data.density, float(data.sequences.lengths.mean()),
-        order, repeats(split.test), split.kind, split.hash[:16],
+        order, len(split.test.targets), repeats(split.test), split.dropped, split.kind, split.hash[:16],
     )  # fmt: skip

@@ -560,7 +560,7 @@ def convert(
     model: nn.Module,  # a causal language model of one of `FAMILIES`
     *,
     beta_a: float = SETTINGS["bft_beta_a"][1],  # β_a at the start; 1 is the paper's, 0 the plain attention
-    beta_g: float = SETTINGS["bft_beta_g"][1],  # β_g at the start, ≥ 0; 1 is the paper's, 0 the plain residual
+    beta_g: float = SETTINGS["bft_beta_g"][1],  # β_g at the start, ≥ 0; 1 is the paper's, 0 the plain residual, for good
     noise_ratio: float = SETTINGS["bft_noise_ratio"][1],  # Q at the start, a share of what the network writes, > 0
     units: str = SETTINGS["bft_units"][1],  # one of `UNITS`
     jacobian: str = SETTINGS["bft_jacobian"][1],  # "detached", "full" or "none"
@@ -590,7 +590,7 @@ def added(
 def layer_filters(
     model: nn.Module,  # any model that holds filtering layers
 ) -> list[LayerFilter]:
-    "The `bft` modules in use, in the order of the layers. `TypeError` if there are none."
+    "The `bft` modules in the order of the layers; under peft the originals beside the copies that are trained. `TypeError` if there are none."
     return added(model, LayerFilter)
 
 # %% ../nbs/40_llama.ipynb #61c0ab1a
@@ -634,12 +634,16 @@ def calibrate(
     model: nn.Module,  # a filtering model
     batch: Mapping[str, Tensor],  # input_ids (b, t), and attention_mask where there is padding
 ) -> nn.Module:  # the same object
-    "Set the scales of every layer from one batch, (40.3). A few thousand tokens of the kind the model will see are plenty; no gradient, no labels."
+    """Set the scales of every layer from one batch, (40.3). A few thousand tokens of the kind the model will see are plenty; no gradient, no labels.
+
+    Raises `TypeError` for a model without filtering layers, `ValueError` without input_ids or if no text has two tokens: one alone scatters from nothing."""
     missing = {"input_ids"} - set(batch)
     if missing:
         raise ValueError(f"batch must hold input_ids (and attention_mask, if there is padding), got {', '.join(batch) or 'nothing'}")
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask") if name in batch}
     counts = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()
+    if int(counts.sum(1).max()) < 2:
+        raise ValueError(f"calibration needs a text of two tokens at least, got {tuple(counts.shape)} with {int(counts.sum(1).max())} in the longest")
     training = model.training
     with _calibrating(layer_filters(model), counts), torch.no_grad():
         model.eval()(**inputs, use_cache=False)

@@ -539,7 +539,7 @@ def noise_floor(
     noise: float,  # np
     vocab_size: int,  # V
 ) -> float:  # [nats per label token]
-    "The least cross-entropy that noisy labels allow, equation (41.5)."
+    "The least cross-entropy that labels with fresh noise allow, equation (41.5)."
     check_share("noise", noise)
     check_count("vocab_size", vocab_size)
     others = noise / vocab_size

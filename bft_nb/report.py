@@ -1,7 +1,6 @@
 """Tables and comparisons from stored rows and ranks alone: what a reader of the book sees, a clone can compute again."""
 
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -64,6 +63,8 @@ def seed_ranks(
     paths = [ranks_path((folder or results_folder()) / "ranks", run, split) for run in runs_of(rows)]
     if not paths:
         raise ValueError("no stored run matches: no rows, or no seed that both cells have")
+    if len(paths) > rows["seed"].nunique():
+        raise ValueError(f"a cell must hold one run for each seed, got {len(paths)} runs of {rows['seed'].nunique()} seeds: choose their parameters")
     ranks = [load_ranks(p) for p in paths]
     if len({len(r) for r in ranks}) > 1:
         raise ValueError(f"the seeds were evaluated on different users: {[len(r) for r in ranks]} of them")
@@ -85,13 +86,7 @@ def compare(
     (a, strata), (b, other) = seed_ranks(candidate, candidate_split or split, folder, groups), seed_ranks(baseline, split, folder, groups)
     if not np.array_equal(strata, other):
         raise ValueError("the two cells were evaluated on different users or strata")
-    found = paired_bootstrap(torch.as_tensor(a), torch.as_tensor(b), metric, strata)
-    if not relative:
-        return found
-    level = metric(torch.as_tensor(b)).reshape(b.shape).mean(0).numpy()
-    levels = {"all": level.mean()} | {str(g): level[strata == g].mean() for g in np.unique(strata)}
-    percent = {g: 100 / level if level else math.nan for g, level in levels.items()}
-    return {g: Estimate(d.mean * percent[g], d.low * percent[g], d.high * percent[g], d.n) for g, d in found.items()}
+    return paired_bootstrap(torch.as_tensor(a), torch.as_tensor(b), metric, strata, relative=relative)
 
 
 def interval(value: float, n: int) -> tuple[float, float]:

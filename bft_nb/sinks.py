@@ -285,7 +285,8 @@ def measure_sinks(
 
     with torch.no_grad(), watching(model, receive), reporting(model, keep):
         model(input_ids=ids, use_cache=False, logits_to_keep=1)
-    bos = bool((ids[:, 0] == model.config.bos_token_id).all())
+    first = model.config.bos_token_id  # some families have none
+    bos = first is not None and bool((ids[:, 0] == first).all())
     return as_frame(layers, bins).assign(length=ids.shape[1], bos=bos)
 
 # %% ../nbs/43_sinks.ipynb #d6fb7168

@@ -90,7 +90,9 @@ def cell(
     thin: float = 1.0,
     **settings: float,  # dropout and lr; default: as tuned for this arm (for options: as for the filter)
 ) -> pd.DataFrame:  # all seeds; empty if there is none
-    "The stored rows of a cell; none for an arm that has not been tuned."
+    "The stored rows of a cell; none for an arm that has not been tuned. `ValueError` for one of the settings without the other."
+    if settings and set(settings) != {"dropout", "lr"}:
+        raise ValueError(f"settings must be dropout and lr, or neither, got {', '.join(settings)}")
     if not settings:
         tried = tuning(rows, backbone, arm if isinstance(arm, str) else "filter", tuned_on(dataset))
         if tried.empty:

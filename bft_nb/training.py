@@ -324,9 +324,11 @@ def last_checkpoint(out_dir: Path) -> str | None:
 
 
 def _settings_hash(model: nn.Module, split: Any, settings: dict[str, Any]) -> str:
-    "Identifies a run: what is trained (class, shapes, first weights are the seed's), on what and how."
-    shapes = {name: list(p.shape) for name, p in model.state_dict().items()}
+    "Identifies a run: what is trained (class and shapes; a run that goes on takes its weights from the checkpoint), on what (times as well, where the model reads them) and how."
+    shapes, times = {name: list(p.shape) for name, p in model.state_dict().items()}, times_of(split.train, model)
     known = {"model": type(model).__name__, "shapes": shapes, "split": str(getattr(split, "hash", ""))}
+    if times is not None:
+        known["times"] = hashlib.sha256(times.tobytes()).hexdigest()
     text = json.dumps(settings | known | {"config": getattr(model, "_hub_mixin_config", None)}, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -428,7 +430,7 @@ def fit(
         trainer = _trainer(model, split, folder, place, settings, eval_batch_size, progress)
         checkpoint = last_checkpoint(folder)
         if not (checkpoint and _finished(Path(checkpoint), epochs, patience)):
-            _train(trainer, checkpoint)
+            run_trainer(trainer, checkpoint)
             state = trainer.state
         else:
             state = _restore_best(Path(checkpoint), model)
@@ -437,8 +439,8 @@ def fit(
     return _result(state.log_history)
 
 
-def _train(trainer: Any, checkpoint: str | None) -> None:
-    "Run the trainer. A filter refuses the NaN of a diverged model before the loss could show it: that is named what it is."
+def run_trainer(trainer: Any, checkpoint: str | None) -> None:
+    "Run a trainer of `transformers`. A filter refuses the NaN of a diverged model before the loss could show it: that is named what it is, a `FloatingPointError`."
     try:
         trainer.train(resume_from_checkpoint=checkpoint)
     except ValueError as e:

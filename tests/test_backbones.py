@@ -334,6 +334,30 @@ def test_a_plain_model_has_no_belief(name):
 
 
 @pytest.mark.parametrize("kind", [k for k in KINDS if k[1]], ids=[i for i in IDS if "bft" in i])
+def test_the_filter_refuses_padding_in_front(kind):
+    model = make(kind)
+    model.filter(torch.tensor([[2, 5, 0], [1, 0, 0]]))
+    with pytest.raises(ValueError, match="left-aligned"):
+        model.filter(torch.tensor([[0, 2, 5], [1, 0, 0]]))
+
+
+def test_filtering_layers_of_hstu_filter_whatever_they_are_given():
+    model, x = make(("hstu", True)), torch.randn(2, 4, 16)
+    encoder, one = model.encoder, torch.ones_like(x)
+    close(encoder(x), encoder(x, precision=one))
+    close(encoder(x), encoder(Belief(x, one)).mean)
+    assert len(encoder(x, with_intermediates=True)[1]) == 2
+    close(encoder.layers[0](x), encoder.layers[0](Belief(x, one)).mean)
+    assert float((encoder.layers[0](x) - HSTULayer.forward(encoder.layers[0], x)).detach().abs().max()) > 1e-3
+
+
+@pytest.mark.parametrize("arguments", [dict(precision=torch.ones(2, 4, 16)), dict(with_intermediates=True)])
+def test_plain_layers_of_hstu_do_not_filter(arguments):
+    with pytest.raises(TypeError, match="HSTULayer tracks no precision"):
+        make(("hstu", False)).encoder(torch.randn(2, 4, 16), **arguments)
+
+
+@pytest.mark.parametrize("kind", [k for k in KINDS if k[1]], ids=[i for i in IDS if "bft" in i])
 def test_precision_parameters_of_each(kind):
     model = make(kind)
     names = {id(p): name for name, p in model.named_parameters()}

@@ -107,6 +107,23 @@ def test_batches_hold_rows_of_similar_length_and_every_example_before_any_again(
         assert padded < 1.05 * sum(lengths[i] for i in order)
 
 
+def test_no_batch_holds_an_example_twice_within_a_pass():
+    order = np.array(length_grouped(range(1, 11), 10, 2)).reshape(10, 2)
+    assert (order[:, 0] != order[:, 1]).all() and (np.bincount(order.ravel()) == 2).all()
+
+
+@pytest.mark.parametrize("method", ["sft", "bft"])
+def test_a_diverged_run_is_no_result(method, questions):
+    made, examples, collate = ready(method, questions)
+    with pytest.raises(FloatingPointError, match="smaller lr"):
+        finetune(made.model, examples, collate, method, **QUICK | dict(steps=20, lr=1e30))
+
+
+def test_the_last_step_is_told(questions):
+    made, examples, collate = ready("sft", questions)
+    assert [row["step"] for row in finetune(made.model, examples, collate, "sft", **QUICK | dict(steps=43)).losses][-2:] == [42, 43]
+
+
 @pytest.mark.parametrize("method", ["sft", "bft"])
 def test_the_model_is_asked_as_it_was_tuned(method, questions):
     made, examples, collate = ready(method, questions)

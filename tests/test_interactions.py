@@ -79,6 +79,7 @@ def test_order_is_stable_and_complete(events):
         ({"user": [1.5, 2, 3, 4, 5, 6]}, {}, TypeError, "ids must be integers or strings"),
         ({"time": [1, 2, 3, 4, 5, np.nan]}, {"timestamp": "time"}, ValueError, "column 'time' has 1 missing times"),
         ({"time": [1, 2, 3, 4, 5, np.inf]}, {"timestamp": "time"}, ValueError, "infinite time"),
+        ({"time": [1, 2, 3, 4, 5, 5.25]}, {"timestamp": "time"}, ValueError, "column 'time' holds 5.25: times must be dates, or whole numbers"),
         ({"time": list("abcdef")}, {"timestamp": "time"}, TypeError, "times must be numbers or dates"),
         ({"place": [0, 1, 2, 3, 4, -1]}, {"position": "place"}, ValueError, "holds -1: positions must be integers ≥ 0"),
         ({"place": [0, 1, 2, 3, 4, 1.5]}, {"position": "place"}, ValueError, "holds 1.5: positions must be integers ≥ 0"),

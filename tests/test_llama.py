@@ -578,6 +578,14 @@ def test_dropout_needs_the_explicit_attention():
     assert torch.equal(*found) and not torch.equal(found[0], logits(plain(), **batch()))
 
 
+@pytest.mark.parametrize("mask", [None, [[1, 0, 0], [0, 1, 0]]])
+def test_calibration_needs_two_tokens(mask):
+    ids = torch.tensor([[5], [6]]) if mask is None else torch.tensor([[5, 6, 7], [8, 9, 10]])
+    given = {"input_ids": ids} | ({} if mask is None else {"attention_mask": torch.tensor(mask)})
+    with pytest.raises(ValueError, match="two tokens at least"):
+        calibrate(convert(plain()), given)
+
+
 def test_calibration_ignores_padding_and_leaves_the_mode():
     one, two = (convert(plain()).train() for _ in range(2))
     ids = batch(1, 8)["input_ids"]

@@ -56,6 +56,12 @@ def test_differences_are_paired_by_question_over_shared_seeds(rows):
     assert table.index.tolist() == ["q20", "q21", "q22"] and table.loc["q20"].tolist() == ["BFT", "bft 20", "sft 20"]
 
 
+def test_a_cell_has_one_run_for_each_seed(rows):
+    stored, folder = rows
+    with pytest.raises(ValueError, match="one run for each seed, got 3 runs"):
+        s.answers(s.choose(stored, method="sft"), folder=folder)
+
+
 def test_every_method_has_a_colour():
     assert set(s.ROLES) == set(s.METHODS) and set(s.ROLES.values()) <= set(COLOUR)
 

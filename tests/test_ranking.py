@@ -1,5 +1,6 @@
 """Full ranking: the eight traps, and agreement with independent implementations."""
 
+import inspect
 import math
 
 import jaxtyping
@@ -14,7 +15,7 @@ from torchmetrics.retrieval import RetrievalHitRate, RetrievalMRR, RetrievalNorm
 
 import bft_nb.ranking as ranking
 from bft_nb.interactions import popularity_strata
-from bft_nb.ranking import Ranking, bootstrap_mean, by_stratum, hit_rate, ndcg, paired_bootstrap, protocol, ranks, reciprocal_rank, repeated, wilson_interval
+from bft_nb.ranking import Ranking, bootstrap_mean, bootstrap_ratio, by_stratum, hit_rate, ndcg, paired_bootstrap, protocol, ranks, reciprocal_rank, repeated, wilson_interval
 
 close = torch.testing.assert_close
 
@@ -212,10 +213,37 @@ def test_interval_of_a_mean():
     assert found.low < found.mean < found.high and found.n == 300 and found.mean == pytest.approx(values.mean())
     assert found.high - found.low == pytest.approx(2 * 1.96 * values.std() / 300**0.5, rel=0.15)
     assert bootstrap_mean(np.ones(4)) == (1, 1, 1, 4)
+    alone = bootstrap_mean(np.array([0.3]))
+    assert alone.mean == 0.3 and np.isnan([alone.low, alone.high]).all()  # one user says nothing of others
     with pytest.raises(ValueError, match="one number at least"):
         bootstrap_mean(np.zeros(0))
     with pytest.raises(ValueError, match="confidence must lie in 0 … 1, got 95"):
         bootstrap_mean(np.zeros(3), confidence=95.0)
+
+
+def test_bootstrap_of_a_ratio_draws_both_together():
+    rng = np.random.default_rng(1)
+    base = (rng.random(500) < 0.1).astype(float)
+    found = bootstrap_ratio(2 * base, base, n=200)
+    assert found == (2, 2, 2, 500)  # every user doubles: the ratio is certain, however few the hits
+    values = (rng.random(500) < 0.12).astype(float)
+    found, mean = bootstrap_ratio(values, base), bootstrap_mean(values)
+    draws = [values[i].mean() / base[i].mean() for i in rng.integers(0, 500, (4000, 500))]
+    np.testing.assert_allclose([found.low, found.high], np.percentile(draws, [2.5, 97.5]), rtol=0.05)
+    assert found.high - found.low > (mean.high - mean.low) / base.mean()  # the base is not known, either
+    assert np.isnan(bootstrap_ratio(values, np.zeros(500)).mean)
+    few = np.eye(1, 30)[0]
+    assert bootstrap_ratio(np.ones(30), few, n=200).high == np.inf  # a resample may miss the only hit
+    with pytest.raises(ValueError, match=r"one for each user, got \[3, 2\]"):
+        inspect.unwrap(bootstrap_ratio)(np.ones(3), np.ones(2))
+
+
+def test_relative_difference():
+    rng = np.random.default_rng(0)
+    a, b = (torch.from_numpy(rng.integers(1, 40, 400)) for _ in range(2))
+    plain, percent = (paired_bootstrap(a, b, hit_rate, strata=np.repeat([0, 1], 200), relative=r) for r in (False, True))
+    for group, part in (("all", slice(None)), ("0", slice(200)), ("1", slice(200, None))):
+        np.testing.assert_allclose(percent[group].mean, 100 * plain[group].mean / hit_rate(b[part]).mean())
 
 
 def test_bootstrap_covers_and_is_seeded():

@@ -90,6 +90,8 @@ def test_calibration_is_finite_without_variation(hits):
 def test_calibration_and_bins_refuse():
     with pytest.raises(ValueError, match="at least one user"):
         calibrate(np.zeros((0, 1)), np.zeros(0, bool))
+    with pytest.raises(ValueError, match="evidence must be finite, got nan"):
+        calibrate(np.array([[1.0], [np.nan]]), np.zeros(2, bool))
     with pytest.raises(ValueError, match="between 1 and the number of users, 3, got 4"):
         reliability_bins(np.ones(3), np.ones(3, bool), 4)
 
@@ -150,6 +152,26 @@ def test_confidence_is_one_number_per_user_and_grows_with_k(made):
     for table in got.values():
         assert ((table["min"] == table["max"]) & (table["min"] > 0) & (table["max"] < 1)).all()
     assert got[1]["min"].mean() < got[5]["min"].mean() < got[20]["min"].mean()
+
+
+def test_a_seen_target_is_no_hit_where_seen_items_are_filtered():
+    frame = ring()
+    again = frame.assign(item=np.where(frame.user.duplicated(keep="last"), frame.item, frame.groupby("user").item.transform("first")))  # the last is the first once more
+    counted = {}
+    for filter_seen in (True, False):
+        made = Recommender(filter_seen=filter_seen, **QUICK).fit(again, timestamp="t")
+        assert made.known.repeated.all()
+        counted[filter_seen] = made.calibration(24).hit_rate
+    assert counted == {True: 0.0, False: 1.0}  # among all 24 items; what was seen is never recommended
+
+
+def test_who_has_seen_everything_does_not_spoil_the_confidence_of_others():
+    frame = ring(users=MIN_CALIBRATION + 1)
+    items = frame.item.unique()
+    hoarder = pd.DataFrame({"user": "hoarder", "item": [*items, items[0]], "t": range(len(items) + 1)})
+    made = Recommender(**QUICK | {"max_length": 30}).fit(pd.concat([frame, hoarder]), timestamp="t")
+    assert np.isnan(made.known.evidence).any() and made.calibration().n == MIN_CALIBRATION + 1
+    assert made.recommend(k=2).confidence.notna().all()
 
 
 def test_few_validation_users_give_nan():
@@ -343,6 +365,7 @@ def test_users_with_few_events_are_trained_on_and_not_validated():
     (dict(depth=3), TypeError, "depth"),
     (dict(bft=False, nu0=2.0), TypeError, "nu0"),
     (dict(max_length=0), ValueError, "max_length"),
+    (dict(backbone="hstu", time_buckets=8), ValueError, "time_buckets"),
 ])  # fmt: skip
 def test_bad_arguments_are_refused_at_once(arguments, error, message):
     with pytest.raises(error, match=message):
@@ -353,6 +376,14 @@ def test_bad_arguments_are_refused_at_once(arguments, error, message):
 def test_bad_training_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):
         Recommender(**QUICK | arguments).fit(ring(users=5), timestamp="t")
+
+
+def test_a_fit_that_fails_changes_nothing():
+    made = Recommender(**QUICK | {"max_epochs": 1}).fit(ring(users=20), timestamp="t")
+    before = made.recommend(k=3)
+    with pytest.raises(ValueError, match="missing columns"):
+        made.fit(ring(users=20).rename(columns={"user": "who"}), user="who", item="what")
+    pd.testing.assert_frame_equal(made.recommend(k=3), before)
 
 
 def test_not_fitted():
@@ -417,7 +448,12 @@ def test_effects_are_differences_of_scores(filtering):
     score = lambda *ids: model.scores(model.last(torch.tensor([ids])))[0, 7].item()
     want = [score(3, 1, 4) - s for s in (score(1, 4), score(3, 4), score(3, 1))]
     np.testing.assert_allclose(effects(model, items, 7), want, atol=1e-5)
-    np.testing.assert_allclose(effects(model, items[:1], 7), [score(3)], atol=1e-5)
+    np.testing.assert_allclose(effects(model, items[:1], 7), [score(3) - score(0)], atol=1e-5)
+    torch.manual_seed(0)
+    two_sided = build("bert4rec", 9, {"d": 16, "max_length": 6}).eval()  # its empty history is a lone mask, not zero
+    score = lambda *ids: two_sided.scores(two_sided.last(torch.tensor([ids])))[0, 7].item()
+    assert abs(score(0)) > 1e-4
+    np.testing.assert_allclose(effects(two_sided, torch.tensor([3]), 7), [score(3) - score(0)], atol=1e-5)
 
 
 def test_explain_any_history_and_item(filtering):

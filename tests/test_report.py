@@ -85,6 +85,14 @@ def test_compare_refuses_other_users(study):
         report.compare(report.choose(rows, lr=7.0), report.choose(rows, bft=False), folder=folder)
 
 
+def test_a_cell_has_one_run_for_each_seed(study):
+    folder, _ = study
+    store(folder, True, 0, np.arange(1, 201), np.repeat([0, 1], 100), lr=0.5)
+    rows = report.load_rows("recommendation", folder)
+    with pytest.raises(ValueError, match="3 runs of 2 seeds"):
+        report.compare(report.choose(rows, bft=True), report.choose(rows, bft=False), folder=folder)
+
+
 def test_missing_rows_are_named(tmp_path):
     with pytest.raises(FileNotFoundError, match="'sinks'"):
         report.load_rows("sinks", tmp_path)

@@ -226,6 +226,9 @@ def test_bos_is_stated():
     assert measure_sinks(plain(), tokens)["bos"].all()
     tokens[0, 0] = 5
     assert not measure_sinks(plain(), tokens)["bos"].any()
+    without = plain()
+    without.config.bos_token_id = None  # as Qwen's
+    assert not measure_sinks(without, ids())["bos"].any()
 
 
 # around

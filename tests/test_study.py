@@ -45,6 +45,8 @@ def test_each_layer_is_tuned_on_validation(folder):
     assert study.tuned(rows, "sasrec", "filter") == {"dropout": 0.3, "lr": 0.003}
     table = study.tuning(rows, "sasrec", "plain")
     assert table.loc[0.5, 0.006] == 0.055 and np.isnan(table.loc[0.3, 0.006])
+    with pytest.raises(ValueError, match="settings must be dropout and lr, or neither, got dropout"):
+        study.cell(rows, "beauty", "sasrec", "filter", dropout=0.5)
     with pytest.raises(ValueError, match="no stored row tunes hstu, plain on beauty"):
         study.tuned(rows, "hstu", "plain")
 

@@ -122,7 +122,7 @@ def test_the_layers_of_the_study_share_data_seeds_and_budget(tmp_path):
     for p in planned:
         assert p["epochs"] == study.epochs(p["dataset"], p["backbone"])
         cells.setdefault(p["backbone"], {}).setdefault((p["bft"], p.get("options")), set()).add((p["dataset"], p["seed"]))
-    assert {backbone: len(layers) for backbone, layers in cells.items()} == {"sasrec": 3, "hstu": 2, "bert4rec": 2}
+    assert {backbone: len(layers) for backbone, layers in cells.items()} == {"sasrec": 3, "hstu": 2, "bert4rec": 3}
     assert all(len(set(map(frozenset, layers.values()))) == 1 for layers in cells.values())
 
 

@@ -241,7 +241,7 @@ def time_column(
     frame: nw.DataFrame,
     name: str,  # column
 ) -> tuple[Shaped[np.ndarray, " rows"], Int64[np.ndarray, " rows"]]:  # what to sort by, seconds
-    "Times as numbers (kept as they are) or dates (seconds since 1970); `ValueError` for missing or infinite, `TypeError` for other types."
+    "Times as whole numbers (kept as they are) or dates (whole seconds since 1970); `ValueError` for missing, infinite or fractional, `TypeError` for other types."
     column = frame[name]
     if n := missing_values(column): raise ValueError(f"column {name!r} has {n} missing times (null or NaN)")
     if column.dtype in (nw.Datetime, nw.Date):
@@ -253,7 +253,9 @@ def time_column(
     key = column.to_numpy()
     if key.dtype.kind not in "iuf": raise TypeError(f"column {name!r} has type {column.dtype}: times must be numbers or dates")
     if not np.isfinite(key).all(): raise ValueError(f"column {name!r} holds an infinite time")
-    return key, whole_numbers(np.floor(key) if key.dtype.kind == "f" else key, name, "times")
+    if key.dtype.kind == "f" and (bad := key != np.floor(key)).any():
+        raise ValueError(f"column {name!r} holds {key[bad][0]}: times must be dates, or whole numbers in a unit that tells events apart (of seconds with a fraction, make milliseconds)")
+    return key, whole_numbers(key, name, "times")
 
 
 # %%
@@ -1021,7 +1023,9 @@ class Protocol:
     density: float
     mean_length: float
     ties: float | None  # share of users whose last two events share a time
-    repeats: int  # test targets the user has chosen before
+    asked: int  # test targets
+    repeats: int  # those among them that the user has chosen before
+    dropped: int  # users left out
     split: str
     hash: str
 
@@ -1044,7 +1048,7 @@ def describe(
     order = split.ties.last_two if split.ties else None
     return Protocol(
         data.name, data.n_users, data.n_items, data.n_interactions, data.density, float(data.sequences.lengths.mean()),
-        order, repeats(split.test), split.kind, split.hash[:16],
+        order, len(split.test.targets), repeats(split.test), split.dropped, split.kind, split.hash[:16],
     )  # fmt: skip
 
 
@@ -1090,16 +1094,16 @@ plt.show()
 #
 # ## Exercises
 #
-# **1.** In the shop, which split target of Ann would change if the file were sorted by book, descending?
+# **1.** In the shop, which targets of Ann would change if the file were sorted by book, descending?
 #
 # <details><summary>Answer</summary>
 #
-# Her test target: `A7` and `D9` share a day, so the file decides.
+# Both: `A7` and `D9` share a day, so the file decides; they change places as validation and test target.
 
 # %%
 resorted = from_frame(shop.sort_values("book", ascending=False), "reader", "book", timestamp="day")
 ann = list(resorted.user_ids).index("ann")
-str(resorted.item_ids[resorted.sequences[ann][-1] - 1])
+resorted.item_ids[resorted.sequences[ann][-2:] - 1].tolist()
 
 # %% [markdown]
 # </details>

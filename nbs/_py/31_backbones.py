@@ -372,8 +372,10 @@ class Backbone(nn.Module, PyTorchModelHubMixin):
         items: Int[Tensor, "b t"],  # left-aligned, 0 is padding
         times: Int[Tensor, "b t"] | None = None,  # of each item [s]; for a model with `time_buckets`
     ) -> tuple[Belief, list[Step]]:  # final belief; per layer: prior, observation, n_eff, posterior, predicted
-        "What a filtering model believes at each position and how it got there; `TypeError` for a plain model."
+        "What a filtering model believes at each position and how it got there; `TypeError` for a plain model, `ValueError` for padding in front of an item."
         self.check_items(items)
+        if bool(((items[:, :-1] == 0) & (items[:, 1:] != 0)).any()):
+            raise ValueError("filter needs left-aligned histories, with padding behind them only: see align_left")
         x = self.embed(items)
         if not isinstance(x, Belief):
             raise TypeError(f"a plain {type(self).__name__} tracks no precision: make it with bft=True")
@@ -420,7 +422,7 @@ class Backbone(nn.Module, PyTorchModelHubMixin):
 # %% [markdown]
 # ## SASRec
 #
-# The first backbone is (31.1) and (31.2) and nothing else [@kang2018sasrec].
+# The first backbone is (31.1) and (31.2) and nothing else; mask and scores are the authors' [@kang2018sasrec]. GELU for their ReLU, torch's pre-norm layer, positions counted from the first item, and a sampled softmax for their binary cross-entropy with one negative are ours **[D]**: all three backbones share them, so that they differ in what they are named for.
 
 # %%
 #| exports
@@ -996,6 +998,12 @@ class BFTHSTULayer(HSTULayer):
         "Q, per feature, [h²]."
         return torch.zeros(()) if self.raw_noise is None else nn.functional.softplus(self.raw_noise)
 
+    def forward(self, h: Float[Tensor, "b t d"] | Belief, times: Int[Tensor, "b t"] | None = None) -> Tensor | Belief:
+        "One filter step: belief in, belief out; a tensor starts with precision one, and the mean comes out."
+        if isinstance(h, Belief):
+            return self.step(h, times).predicted
+        return self.step(Belief(h, torch.ones_like(h)), times, carry=False).posterior.mean
+
     def step(self, belief: Belief, times: Int[Tensor, "b t"] | None = None, carry: bool = True) -> Step:
         "One filter step, with everything the layer saw. `carry=False` leaves out the prediction of the precision."
         observation, n_eff = self.observe(belief, times)
@@ -1031,15 +1039,17 @@ class HSTUEncoder(nn.Module):
         src: Tensor | Belief,  # (b, t, d), left-aligned
         times: Int[Tensor, "b t"] | None = None,
         *,
-        precision: Tensor | None = None,  # λ of a tensor `src`; the result is a tensor
+        precision: Tensor | None = None,  # λ of a tensor `src`, with filtering layers (None: one); the result is a tensor
         with_intermediates: bool = False,  # also return one `Step` per layer; filtering layers only
     ) -> Tensor | Belief | tuple[Belief, list[Step]]:
-        "Run or filter a sequence."
-        if not isinstance(src, Belief) and precision is None:
+        "Run or filter a sequence; `TypeError` if plain layers are asked to filter."
+        if not isinstance(self.layers[0], BFTHSTULayer):
+            if isinstance(src, Belief) or precision is not None or with_intermediates:
+                raise TypeError("HSTULayer tracks no precision: give a tensor alone, or use BFTHSTULayer")
             for layer in self.layers:
                 src = layer(src, times)
             return self.norm(src)
-        belief = src if isinstance(src, Belief) else Belief(src, precision)
+        belief = src if isinstance(src, Belief) else Belief(src, torch.ones_like(src) if precision is None else precision)
         steps, carry = [], isinstance(src, Belief)
         for layer in self.layers:
             steps.append(layer.step(belief, times, carry or layer is not self.layers[-1]))

@@ -29,6 +29,7 @@ warnings.filterwarnings("ignore", message="IProgress not found")
 
 # %%
 #| exports
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -261,10 +262,13 @@ class Ranking(Metric):
         found = ranks(scores, targets, seen if self.filter_seen else None)
         if seen is not None:
             check_seen(seen, *scores.shape)
-            self.repeats += repeated(targets, seen).sum()
-        self.add_ranks(found)
+        self.add_ranks(found, None if seen is None else int(repeated(targets, seen).sum()))
 
-    def add_ranks(self, ranks: Int[Tensor, " b"]) -> None:
+    def add_ranks(
+        self,
+        ranks: Int[Tensor, " b"],
+        repeats: int | None = None,  # how many of the targets are in the history; None: not known
+    ) -> None:
         "Add users by their ranks; `ValueError` unless ranks are positive integers."
         if ranks.is_floating_point() or ranks.dtype == torch.bool or ranks.ndim != 1 or bool((ranks < 1).any()):
             raise ValueError(f"ranks must be positive integers of shape (b,), got {ranks.dtype} of shape {tuple(ranks.shape)}")
@@ -272,9 +276,10 @@ class Ranking(Metric):
         self.gains += torch.stack([ndcg(ranks, k).sum() for k in self.k])
         self.reciprocal += reciprocal_rank(ranks).sum()
         self.count += len(ranks)
+        self.repeats += float("nan") if repeats is None else repeats
 
     def compute(self) -> dict[str, Tensor]:
-        "Means over users: hr@K, ndcg@K, mrr; and how many users, and how many targets had been seen before."
+        "Means over users: hr@K, ndcg@K, mrr; and how many users, and how many targets had been seen before (NaN if histories were not given)."
         if not self.count:
             raise ValueError("no user has been ranked: call update first")
         means = {f"hr@{k}": hit / self.count for k, hit in zip(self.k, self.hits, strict=True)}
@@ -311,14 +316,12 @@ def protocol(
     filter_seen: bool,
     max_length: int,  # of the history the model reads
     n: int,  # users
-    repeats: int = 0,  # targets that were in the history
+    repeats: int | None = None,  # targets that were in the history; None: not known
 ) -> str:
     "One sentence that belongs beside every number."
     filtering = "seen items filtered (−inf)" if filter_seen else "seen items compete"
-    return (
-        f"full ranking of {n_items} items, {split}, {filtering}, {repeats} of {n} targets seen before (ranked all the same), "
-        f"histories cut to the last {max_length}, average rank under ties"
-    )
+    again = f"{n} targets" if repeats is None else f"{repeats} of {n} targets seen before (ranked all the same)"
+    return f"full ranking of {n_items} items, {split}, {filtering}, {again}, histories cut to the last {max_length}, average rank under ties"
 
 
 # %%
@@ -408,12 +411,37 @@ by_stratum(found, strata, k=3)
 # %%
 #| exports
 class Estimate(NamedTuple):
-    "A mean over users (or questions) with its bootstrap interval."
+    "A mean over users (or questions), or a ratio of two, with its bootstrap interval."
 
     mean: float
-    low: float
+    low: float  # NaN if there is one user alone
     high: float
     n: int  # users
+
+
+# %%
+#| exports
+def _bootstrap(samples: tuple[np.ndarray, ...], statistic: Callable[..., np.ndarray], n: int, seed: int, confidence: float) -> Estimate:
+    "Percentile interval of a statistic of users drawn again, by `scipy.stats.bootstrap`."
+    from scipy.stats import bootstrap
+
+    m = len(samples[0])
+    if not m or any(len(x) != m for x in samples):
+        raise ValueError(f"values must hold one number at least, and one for each user, got {[len(x) for x in samples]}")
+    check_count("n", n)
+    if not 0 < confidence < 1:
+        raise ValueError(f"confidence must lie in 0 … 1, got {confidence}")
+    if len(samples) > 1 and not samples[1].any():
+        return Estimate(math.nan, math.nan, math.nan, m)
+    value = float(statistic(*samples, axis=-1))
+    if m < 2:
+        return Estimate(value, math.nan, math.nan, m)
+    if np.ptp(samples[0]) == 0 and (len(samples) == 1 or value == 0):
+        return Estimate(value, value, value, m)
+    rng = np.random.default_rng(seed)
+    with np.errstate(invalid="ignore"):  # the spread of an infinite ratio
+        made = bootstrap(samples, statistic, paired=True, vectorized=True, n_resamples=n, batch=64, method="percentile", confidence_level=confidence, rng=rng)
+    return Estimate(value, float(made.confidence_interval.low), float(made.confidence_interval.high), m)
 
 
 # %%
@@ -424,20 +452,32 @@ def bootstrap_mean(
     seed: int = 0,
     confidence: float = 0.95,
 ) -> Estimate:
-    "Percentile bootstrap of a mean [@efron1993bootstrap], by `scipy.stats.bootstrap`; `ValueError` without users or for a confidence outside 0 … 1."
-    from scipy.stats import bootstrap
+    """Percentile bootstrap of a mean [@efron1993bootstrap].
 
-    if not len(values):
-        raise ValueError("values must hold one number at least")
-    check_count("n", n)
-    if not 0 < confidence < 1:
-        raise ValueError(f"confidence must lie in 0 … 1, got {confidence}")
-    mean = float(values.mean())
-    if len(values) < 2 or np.ptp(values) == 0:
-        return Estimate(mean, mean, mean, len(values))
-    rng = np.random.default_rng(seed)
-    interval = bootstrap((values,), np.mean, n_resamples=n, batch=64, method="percentile", confidence_level=confidence, rng=rng).confidence_interval
-    return Estimate(mean, float(interval.low), float(interval.high), len(values))
+    If all values are equal the interval has width zero: the bootstrap has seen no variation, which is not certainty. `ValueError` without users
+    or for a confidence outside 0 … 1."""
+    return _bootstrap((values,), lambda x, axis: x.mean(axis), n, seed, confidence)
+
+
+# %%
+#| exports
+def _ratio(values: np.ndarray, base: np.ndarray, axis: int) -> np.ndarray:
+    "Ratio of means; of a resample without any base, infinite with the sign of the values."
+    top, below = values.mean(axis), base.mean(axis)
+    return np.divide(top, below, out=np.where(top == 0, 0.0, np.copysign(np.inf, top)), where=below > 0)
+
+
+# %%
+#| exports
+def bootstrap_ratio(
+    values: Float[np.ndarray, " m"],  # per user
+    base: Float[np.ndarray, " m"],  # of the same users, ≥ 0
+    n: int = 2000,  # resamples
+    seed: int = 0,
+    confidence: float = 0.95,
+) -> Estimate:
+    "Percentile bootstrap of mean(values)/mean(base), both drawn together [@efron1993bootstrap]: a base of few hits makes the ratio uncertain, too. NaN if the base is 0 for all."
+    return _bootstrap((values, base), _ratio, n, seed, confidence)
 
 
 # %%
@@ -450,17 +490,21 @@ def paired_bootstrap(
     n: int = 2000,  # resamples
     seed: int = 0,
     confidence: float = 0.95,
+    relative: bool = False,  # in percent of the mean metric(b) of the same users
 ) -> dict[str, Estimate]:  # metric(a) − metric(b); keys "all" and, with strata, "0", "1", …
-    "Bootstrap over users of the paired difference, by `bootstrap_mean`."
+    "Bootstrap over users of the paired difference, by `bootstrap_mean` or `bootstrap_ratio`."
     a, b = torch.as_tensor(ranks_a), torch.as_tensor(ranks_b)
     if a.ndim == 0 or b.ndim == 0 or a.shape[-1] != b.shape[-1] or not a.numel() or not b.numel():
         raise ValueError(f"ranks must be of the same users, one at least, got shapes {tuple(a.shape)} and {tuple(b.shape)}")
     if strata is not None and np.shape(strata) != a.shape[-1:]:
         raise ValueError(f"strata must have one entry per user, ({a.shape[-1]},), got {np.shape(strata)}")
-    difference = (metric(a).reshape(-1, a.shape[-1]).mean(0) - metric(b).reshape(-1, b.shape[-1]).mean(0)).numpy()
+    ours, theirs = (metric(x).reshape(-1, x.shape[-1]).mean(0).numpy() for x in (a, b))
+    difference = ours - theirs
     groups = {"all": np.ones(len(difference), dtype=bool)}
     if strata is not None:
         groups |= {str(s): np.asarray(strata) == s for s in np.unique(strata)}
+    if relative:
+        return {name: bootstrap_ratio(100 * difference[rows], theirs[rows], n, seed, confidence) for name, rows in groups.items()}
     return {name: bootstrap_mean(difference[rows], n, seed, confidence) for name, rows in groups.items()}
 
 

@@ -109,7 +109,7 @@ torch.testing.assert_close(sharpness(torch.tensor([[-torch.inf, 0.0, 0.0]])), -t
 #
 # $$L = \tfrac1d \sum_i \log \lambda_i, \tag{33.2}$$
 #
-# up to a factor of $-2$ the entropy of the belief per feature. The training loss never asks whether $\lambda$ has the right *size*, since only its effect on means is trained. So its unit is unknown, and its use as a probability must be learnt from users whose next choice we know. **[D]**
+# up to a constant and a factor of $-2$ the entropy of the belief per feature. The training loss never asks whether $\lambda$ has the right *size*, since only its effect on means is trained. So its unit is unknown, and its use as a probability must be learnt from users whose next choice we know. **[D]**
 #
 # **Confidence.** The probability that the user's next item is among the $k$ recommended ones, by logistic regression [@platt1999probabilistic]:
 #
@@ -150,8 +150,9 @@ def calibrate(
     hits: Bool[np.ndarray, " n"],  # was the next item among the recommended?
     prior_sd: float = 1.0,  # of the slopes
 ) -> Calibration:
-    "Maximum a posteriori logistic regression with Platt's targets [@platt1999probabilistic], by Newton's method; `ValueError` without users."
+    "Maximum a posteriori logistic regression with Platt's targets [@platt1999probabilistic], by Newton's method; `ValueError` without users or for evidence that is not finite."
     if not len(hits): raise ValueError("calibration needs at least one user whose next item is known")
+    if not np.isfinite(evidence).all(): raise ValueError(f"evidence must be finite, got {evidence[~np.isfinite(evidence)][0]}")
     centre, scale = evidence.mean(0), np.maximum(evidence.std(0), 1e-9)
     x = np.column_stack([np.ones(len(hits)), (evidence - centre) / scale])
     goal = np.where(hits, (hits.sum() + 1) / (hits.sum() + 2), 1 / ((~hits).sum() + 2))
@@ -343,8 +344,8 @@ class Known(NamedTuple):
     "Users whose next item is known: the place the model gave it, and what it said beforehand."
 
     ranks: Int[np.ndarray, " n"]
-    evidence: Float[np.ndarray, "n f"]
-    repeats: int  # targets that were in the history: ranked all the same
+    evidence: Float[np.ndarray, "n f"]  # NaN for a user who has seen every item, if seen items are filtered
+    repeated: Bool[np.ndarray, " n"]  # was the item in the history? Such a target is ranked all the same
 
 
 # %%
@@ -352,13 +353,13 @@ class Known(NamedTuple):
 def judge(model: nn.Module, examples: Examples, filter_seen: bool) -> Known:
     "Rank of each target in the full catalogue, with the evidence a recommendation would have had."
     model.eval()
-    found, evidence, n = np.zeros(len(examples), np.int64), np.zeros((len(examples), 2 if model.bft else 1)), 0
+    found, again, evidence = np.zeros(len(examples), np.int64), np.zeros(len(examples), bool), np.zeros((len(examples), 2 if model.bft else 1))
     for users in chunks(examples.histories, model.n_items):
         chunk = score_chunk(model, examples.histories, users, filter_seen)
         targets = torch.from_numpy(examples.targets[users].astype(np.int64)).to(chunk.seen.device)
         found[users] = ranks(chunk.scores, targets, chunk.seen if filter_seen else None).cpu().numpy()
-        evidence[users], n = chunk.evidence, n + int(repeated(targets, chunk.seen).sum())
-    return Known(found, evidence, n)
+        evidence[users], again[users] = chunk.evidence, repeated(targets, chunk.seen).cpu().numpy()
+    return Known(found, evidence, again)
 
 
 # %% [markdown]
@@ -410,7 +411,7 @@ test_fail(lambda: own_ids([1, float("nan")], "items"), contains="1 of 2 ids are 
 
 
 # %% [markdown]
-# **Rows that occur twice.** The same user, item and time twice is one event written twice, and counted once. Without times nothing can be told apart, and a user may well choose an item twice: everything stays.
+# **Rows that occur twice.** The same user, item and time (of dates, the second) twice is one event written twice, and counted once. Without times nothing can be told apart, and a user may well choose an item twice: everything stays.
 
 
 # %%
@@ -429,7 +430,7 @@ def without_duplicates(
 
 
 # %% [markdown]
-# **What is learnt from what.** The last item of every user with three or more is held back: it stops the training and calibrates the confidence. Users with fewer are trained on and not validated on. When recommendations are made, everybody's whole history counts.
+# **What is learnt from what.** The last item of every user with three or more is held back: it stops the training and calibrates the confidence. Of users with two the second item is learnt from the first, and nothing is validated; users with one are only counted. When recommendations are made, everybody's whole history counts.
 
 
 # %%
@@ -609,7 +610,7 @@ grown(torch.tensor([[0.0], [1.0], [2.0], [9.0]]), torch.tensor([[1.5]]), n_items
 #
 # - the **kriging weight** with which the state that makes the recommendation looked at that item (mean over heads), and the **precision** $\bar\lambda_j$ it saw there: in the first layer the item's own $\tau$, later how well the position is known by then;
 # - the **gain** $K$ with which the state moved towards what it saw, one number per layer;
-# - the **effect**: how much lower the score would be, had the user not chosen that item. It is computed by leaving the item out and asking again, so it is exact, for any model, and counts all layers at once.
+# - the **effect**: how much lower the score would be, had the user not chosen that item. It is computed by leaving the item out and asking again, so it is exact, for any model, and counts all layers at once. What is left of a history of one item is what the model says of an empty one.
 #
 # Weights are not effects: an item may be looked at and change nothing. That is why both are in the table.
 
@@ -658,10 +659,10 @@ def effects(
     items: Int[Tensor, " t"],  # a history
     item: int,  # the recommended one
 ) -> Float[np.ndarray, " t"]:  # score with minus score without each
-    "How much lower the score of `item` would be without each item of the history; an empty history has the state zero."
+    "How much lower the score of `item` would be without each item of the history."
     t, target = len(items), torch.tensor([item], device=items.device)
     score = lambda histories: model.scores(model.last(histories), target.expand(len(histories), 1))[:, 0].cpu().numpy()
-    if t == 1: return score(items[None])
+    if t == 1: return score(items[None]) - score(torch.zeros_like(items)[None])
     without = items.expand(t, t)[~torch.eye(t, dtype=torch.bool, device=items.device)].view(t, t - 1)
     return score(items[None]) - np.concatenate([score(part) for part in without.split(256)])
 
@@ -737,7 +738,7 @@ def training_report(
         "validation": {f"hr@{k}": round(float(hit_rate(found, k).mean()), 6) for k in (1, 10, 20)},
         "protocol": protocol(
             split=f"last item of each user with three or more events, {split.hash[:8]}", n_items=data.n_items, filter_seen=settings["filter_seen"],
-            max_length=settings["max_length"], n=n, repeats=known.repeats,
+            max_length=settings["max_length"], n=n, repeats=int(known.repeated.sum()),
         ),
     }  # fmt: skip
 
@@ -783,6 +784,7 @@ class Recommender:
             backbone=backbone, bft=bft, filter_seen=filter_seen, max_length=max_length, max_epochs=max_epochs, patience=patience, batch_size=batch_size,
             lr=lr, precision_lr=precision_lr, negatives=negatives, seed=seed, device=device, options=options,
         )  # fmt: skip
+        if options.get("time_buckets"): raise ValueError("time_buckets: a recommender reads the order of a history, not its times")
         build(backbone, 1, self._arguments)
         self.model: Any = None
 
@@ -808,9 +810,8 @@ class Recommender:
         position: str | None = None,  # column to order by; neither: the order of the file
         progress: bool = False,
     ) -> "Recommender":
-        "Train on all but the last item of each user, stop early on the last, calibrate. Raises as `bft_nb.interactions.from_frame`."
-        self.library = library_of(frame)
-        self.columns: dict[str, Any] = {"user": user, "item": item, "timestamp": timestamp, "position": position}
+        "Train on all but the last item of each user with three or more, stop early on those last ones, calibrate. Raises as `bft_nb.interactions.from_frame`."
+        library = library_of(frame)
         data, duplicates = without_duplicates(from_frame(frame, user, item, timestamp, position))
         split, s = hold_back_last(data), self.settings
         torch.manual_seed(s["seed"])
@@ -819,6 +820,7 @@ class Recommender:
             model, split, seed=s["seed"], epochs=s["max_epochs"], batch_size=s["batch_size"], lr=s["lr"], precision_lr=s["precision_lr"],
             negatives=s["negatives"], patience=s["patience"], device=s["device"], progress=progress, filter_seen=s["filter_seen"],
         )  # fmt: skip
+        self.library, self.columns = library, {"user": user, "item": item, "timestamp": timestamp, "position": position}
         self.model, self.item_ids, self.user_ids, self.histories = model.eval(), data.item_ids, data.user_ids, data.sequences
         self.known = judge(model, split.valid, s["filter_seen"])
         self.report = training_report(data, split, self.known, fitted, duplicates, s)
@@ -850,7 +852,9 @@ class Recommender:
     def calibration(self, k: int = 10) -> Calibration | None:
         "How confidence at k follows from the evidence, learnt from validation users; None if there are fewer than `MIN_CALIBRATION`."
         self._check_fitted()
-        return calibrate(self.known.evidence, self.known.ranks <= k) if len(self.known.ranks) >= MIN_CALIBRATION else None
+        hits, usable = self.known.ranks <= k, np.isfinite(self.known.evidence).all(1)
+        if self.settings["filter_seen"]: hits = hits & ~self.known.repeated  # what was seen is never recommended
+        return calibrate(self.known.evidence[usable], hits[usable]) if usable.sum() >= MIN_CALIBRATION else None
 
     def confidence(self, evidence: Float[np.ndarray, "n f"], k: int = 10) -> Float[np.ndarray, " n"]:
         "Probability that the next item is among the first k (33.3); NaN without calibration."
@@ -901,11 +905,11 @@ class Recommender:
         "Write one safetensors file with JSON in its header, whole or not at all; `OSError` naming the reason, with an earlier file untouched."
         self._check_fitted()
         tensors = {f"model.{name}": t for name, t in self.model.state_dict().items()} | ids_to_tensors("item_ids", self.item_ids)
-        tensors |= {"known.ranks": torch.from_numpy(self.known.ranks), "known.evidence": torch.from_numpy(self.known.evidence)}
+        tensors |= {f"known.{name}": torch.from_numpy(values) for name, values in self.known._asdict().items()}
         if histories:
             tensors |= ids_to_tensors("user_ids", self.user_ids)
             tensors |= {"histories.lengths": torch.from_numpy(self.histories.lengths), "histories.items": torch.from_numpy(self.histories.items)}
-        meta = {"settings": self.settings, "columns": self.columns, "library": self.library, "report": self.report, "repeats": self.known.repeats}
+        meta = {"settings": self.settings, "columns": self.columns, "library": self.library, "report": self.report}
         return write_archive(path, tensors, meta, "recommender", FORMAT)
 
     @classmethod
@@ -915,7 +919,7 @@ class Recommender:
         s = meta["settings"]
         made = cls(**{k: v for k, v in s.items() if k not in ("options", "device")}, device=device, **s["options"])
         made.item_ids, made.columns, made.library, made.report = ids_from_tensors("item_ids", tensors), meta["columns"], meta["library"], meta["report"]
-        made.known = Known(tensors["known.ranks"].numpy(), tensors["known.evidence"].numpy(), meta["repeats"])
+        made.known = Known(*(tensors[f"known.{name}"].numpy() for name in Known._fields))
         model = build(s["backbone"], len(made.item_ids), made._arguments)
         model.load_state_dict({n.removeprefix("model."): t for n, t in tensors.items() if n.startswith("model.")})
         made.model = model.to(resolve_device(device)).eval()
@@ -1148,7 +1152,8 @@ test_fail(lambda: recommender.recommend({"Ida": ["b3", "b999"]}), contains="1 ev
 # | what | what happens |
 # |---|---|
 # | history longer than `max_length` | the most recent items are read, all of them count as seen; `report["histories_cut"]` |
-# | users with one or two events | trained on, not validated on; `report["users_not_validated"]` |
+# | users with two events | trained on, not validated on; `report["users_not_validated"]` |
+# | users with one event | nothing to learn from but that they exist; counted in the same place |
 # | same user, item and time twice | counted once; `report["duplicates_left_out"]`; without times everything stays |
 # | unknown items in a history | refused, or with `unknown="skip"` left out with a warning that counts them |
 # | user without a known item | the same |

@@ -157,7 +157,7 @@ sp.collect(sp.expand(after), beta)
 # All that is new in a layer sits in one module, so that a library which handles modules (peft, a checkpoint, an optimiser) needs one name: `bft`. It holds
 #
 # - `beta_a`, `root_beta_g`: the two dials;
-# - `raw_noise`: the process noise of (13.2) per feature, $Q = c_q \,\mathrm{softplus}(\text{raw})$. Residual variance grows over the depth of a language model by a factor of thousands, so each layer has its scale $c_q$, which is measured, not learned. The last layer has no $Q$: nobody reads the precision after it, and a parameter without gradient is an error in distributed training;
+# - `raw_noise`: the process noise of (13.2) per feature, $Q = c_q \,\mathrm{softplus}(\text{raw})$. Residual variance grows over the depth of a language model by four to six orders of magnitude, so each layer has its scale $c_q$, which is measured, not learned. The last layer has no $Q$: nobody reads the precision after it, and a parameter without gradient is an error in distributed training;
 # - in the first layer `tau`, the initial precision: a small network on the (normalised) embedding (chapter 22), times a measured scale;
 # - `value_scale`: attention's $s_0^2 = \sum_j w_j/\bar\lambda_j$ is a variance of the residual stream, $S$ one of a head's values. One factor per head brings the first to the unit of the second **[D]**.
 
@@ -333,7 +333,7 @@ torch.equal(back.mean, narrow.mean), back.precision[0, :, 0]
 # ### Through the cache
 #
 # While a model generates, the keys and values of earlier tokens come from a cache, and so must their $\bar\lambda$. The cache knows nothing of it, but it keeps whatever keys it is given. We hand it keys with additional channels that hold $\log\bar\lambda$, and cut them off what it returns. Growing, preallocated and sliding caches, reordering for beam search, cropping: all of it moves the channels along.
-# In half precision, one channel would round; three, each with what the others left, hold a float32 exactly.
+# In half precision, one channel would round; three, each with what the others left, hold a float32: exactly in bfloat16, to about $2^{-25}$ in float16.
 
 # %%
 #| exports
@@ -828,7 +828,7 @@ def convert(
     model: nn.Module,  # a causal language model of one of `FAMILIES`
     *,
     beta_a: float = SETTINGS["bft_beta_a"][1],  # β_a at the start; 1 is the paper's, 0 the plain attention
-    beta_g: float = SETTINGS["bft_beta_g"][1],  # β_g at the start, ≥ 0; 1 is the paper's, 0 the plain residual
+    beta_g: float = SETTINGS["bft_beta_g"][1],  # β_g at the start, ≥ 0; 1 is the paper's, 0 the plain residual, for good
     noise_ratio: float = SETTINGS["bft_noise_ratio"][1],  # Q at the start, a share of what the network writes, > 0
     units: str = SETTINGS["bft_units"][1],  # one of `UNITS`
     jacobian: str = SETTINGS["bft_jacobian"][1],  # "detached", "full" or "none"
@@ -912,7 +912,7 @@ def added(
 def layer_filters(
     model: nn.Module,  # any model that holds filtering layers
 ) -> list[LayerFilter]:
-    "The `bft` modules in use, in the order of the layers. `TypeError` if there are none."
+    "The `bft` modules in the order of the layers; under peft the originals beside the copies that are trained. `TypeError` if there are none."
     return added(model, LayerFilter)
 
 
@@ -979,12 +979,16 @@ def calibrate(
     model: nn.Module,  # a filtering model
     batch: Mapping[str, Tensor],  # input_ids (b, t), and attention_mask where there is padding
 ) -> nn.Module:  # the same object
-    "Set the scales of every layer from one batch, (40.3). A few thousand tokens of the kind the model will see are plenty; no gradient, no labels."
+    """Set the scales of every layer from one batch, (40.3). A few thousand tokens of the kind the model will see are plenty; no gradient, no labels.
+
+    Raises `TypeError` for a model without filtering layers, `ValueError` without input_ids or if no text has two tokens: one alone scatters from nothing."""
     missing = {"input_ids"} - set(batch)
     if missing:
         raise ValueError(f"batch must hold input_ids (and attention_mask, if there is padding), got {', '.join(batch) or 'nothing'}")
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask") if name in batch}
     counts = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()
+    if int(counts.sum(1).max()) < 2:
+        raise ValueError(f"calibration needs a text of two tokens at least, got {tuple(counts.shape)} with {int(counts.sum(1).max())} in the longest")
     training = model.training
     with _calibrating(layer_filters(model), counts), torch.no_grad():
         model.eval()(**inputs, use_cache=False)
@@ -1028,7 +1032,7 @@ def parameter_groups(
 pd.DataFrame([{"parameters": sum(p.numel() for p in g["params"]), **{k: g[k] for k in ("lr", "weight_decay")}} for g in parameter_groups(converted, lr=1e-4, precision_lr=1e-2)])
 
 # %% [markdown]
-# Which of them have no gradient in the first step? The initial precisions are all equal then, so the first layer's $\beta_a$ has nothing to weigh, and the first matrix of `tau` waits because the second starts at zero. (At $\beta_g = 0$ and $\beta_a = 0$, all of $\tau$ and $Q$ would wait for ever: that is why the start is near zero, not at it.)
+# Which of them have no gradient in the first step? The initial precisions are all equal then, so the first layer's $\beta_a$ has nothing to weigh, and the first matrix of `tau` waits because the second starts at zero. (At $\beta_a = \beta_g = 0$, $\tau$ and $Q$ wait until $\beta_a$ has moved, and $\beta_g$ waits for ever, since a square has no slope at zero: that is why the start is near zero, not at it.)
 
 # %%
 converted(**batch, labels=batch["input_ids"]).loss.backward()

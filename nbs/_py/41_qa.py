@@ -828,7 +828,7 @@ ax.legend(loc="center left")
 plt.show()
 
 # %% [markdown]
-# A model that has understood the task gives a true token, say, $p = 0.9$, and a random token $p = 10^{-4}$. How many times more does the wrong one pull?
+# A model that has understood the task gives a true token, say, $p = 0.9$, and a random token $p = 10^{-4}$. How does each loss change the pull of the wrong token against that of the true one? (Under CE it is the ratio of the slopes $1 - p$, ten to one on the label's logit.)
 
 # %%
 at = torch.tensor([0.9, 1e-4], dtype=torch.float64).log()
@@ -837,7 +837,7 @@ table.loc["wrong / true"] = table.loc["wrong"] / table.loc["true"]
 table.round(4)
 
 # %% [markdown]
-# Focal loss *up-weights* wrong labels, 35 times here: it cannot know that a surprising label is wrong rather than instructive. As a baseline for label noise it is weaker than ordinary training by construction, so a method that beats it has not shown much. GCE is the baseline to beat.
+# Focal loss raises that ratio 35 times, by letting go of the true token: it cannot know that a surprising label is wrong rather than instructive. As a baseline for label noise it is weaker than ordinary training by construction, so a method that beats it has not shown much. GCE is the baseline to beat.
 #
 # ### For `transformers.Trainer`
 #
@@ -916,7 +916,7 @@ def noise_floor(
     noise: float,  # np
     vocab_size: int,  # V
 ) -> float:  # [nats per label token]
-    "The least cross-entropy that noisy labels allow, equation (41.5)."
+    "The least cross-entropy that labels with fresh noise allow, equation (41.5)."
     check_share("noise", noise)
     check_count("vocab_size", vocab_size)
     others = noise / vocab_size
@@ -928,7 +928,7 @@ def noise_floor(
 {vocab: (round(noise_floor(0.3, vocab), 3), round(float(0.3 * np.log(vocab)), 3)) for vocab in (len(tokenizer), 32_000, 49_152)}
 
 # %% [markdown]
-# So the training loss of a run at $np = 0.3$ cannot fall below 3.9 with a vocabulary of 49,152, and runs must be compared on *clean* held-out questions. Note also what (41.5) does not say: the most probable token is still the true one as long as $np < 1$. Uniform noise costs an unlimited learner its calibration and none of its answers; what it costs in practice comes from limited data, whose wrong labels can be learnt by heart.
+# So no model that has not memorised its labels can have an expected loss below 3.9 at $np = 0.3$ with a vocabulary of 49,152; a training loss below that is memory, and runs must be compared on *clean* held-out questions. Note also what (41.5) does not say: the most probable token is still the true one as long as $np < 1$. Uniform noise costs an unlimited learner its calibration and none of its answers; what it costs in practice comes from limited data, whose wrong labels can be learnt by heart.
 #
 # ## Asking the model
 #
@@ -1173,7 +1173,7 @@ test_fail(lambda: Collator(same), contains="the tokenizer has no padding token")
 # ## Assumptions, and where they break
 #
 # - Labels are noisy, inputs are not: the model reads the right answer while it learns the wrong next token. An annotator's mistake would be read as well, which is what `swap_answers` makes.
-# - Uniform noise is independent of the text. Real mistakes are not; a swapped answer of the same kind is closer to them.
+# - Uniform noise is independent of the text. Real mistakes are not; a swapped answer is closer to them, one of the same kind closer still.
 # - Intervals draw questions, but SQuAD asks about five questions of each context and one training run serves all: they are too narrow for both reasons. Several seeds, and pairs of methods on the same questions, are the remedy.
 # - Subspan match rewards long lines: a model that repeats the context scores. It is to be read beside exact match.
 # - Greedy decoding and the first line only: a model that thinks before it answers is scored zero.
@@ -1200,11 +1200,11 @@ round(float(grid[w.argmax()]), 3), round(float(w.max()), 3)
 # %% [markdown]
 # </details>
 #
-# **2.** Half of the questions are told another's answer. How low can the training loss of a model go that cannot memorise, if the wrong answer is one of $m$ of the same kind?
+# **2.** Half of the questions are told another's answer. How low can the training loss of a model go that cannot memorise, if what it is told is drawn evenly from $m$ answers of the same kind, its own included?
 #
 # <details><summary>Answer</summary>
 #
-# As (41.5) with $m$ in the place of $V$: for $m = 6$ colours,
+# As (41.5) with $m$ in the place of $V$, per answer (a mean over label tokens, the end included, is lower): for $m = 6$ colours,
 
 # %%
 round(noise_floor(0.5, 6), 3)

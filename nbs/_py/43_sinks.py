@@ -123,7 +123,7 @@ assert_same(1 / kappa.subs(n_rest, N), (m, *shares), lambda *x: effective_sample
 assert_same(kappa, (m, n_rest), sink_kappa, hi=0.9)
 
 # %% [markdown]
-# So a sink of mass $m$ *caps* the effective sample size at $1/m^2$, however long the context is. Heads with $m > .3$ are commonly called sinks [@gu2025sink]; in the filter's terms these are the heads that never see more than eleven keys.
+# So a sink of mass $m$ *caps* the effective sample size at $1/m^2$, however long the context is. Heads with $m > .3$ are commonly called sinks [@gu2025sink]; in the filter's terms these are the heads that see at most eleven keys wherever the mass is above .3.
 
 # %%
 pd.DataFrame({"mass on the sink": [0.3, 0.5, 0.7, 0.9], "n is at most": [1 / x**2 for x in (0.3, 0.5, 0.7, 0.9)]}).round(1).set_index("mass on the sink").T
@@ -213,13 +213,19 @@ peak = (3 - sp.sqrt(9 - 32 * r)) / (8 * r)
 prove(sp.diff(course, m).subs(m, peak)), sp.limit(peak, r, 0), peak.subs(r, sp.Rational(1, 4))
 
 # %% [markdown]
-# Which side do real heads lie on? `calibrate` (40.3) makes the mean of the claims of a head equal to the mean of its scatter. For a head that is a sink of mass $M$ on average, that is $s_0^2 = (1-M)(s^2 + M\mu^2)$, and small. At $\mu = 0$ the condition becomes $1 > 4(1 - M)$:
-# **a calibrated head whose mass on the sink exceeds three quarters on average has a gain that rises with the mass.** With $\mu \ne 0$ it is $s^2 + \mu^2 > 4(1-M)(s^2 + M\mu^2)$, which holds earlier if the others say something in common: for $s^2 = 0$ from a half on.
+# Which side do real heads lie on? `calibrate` (40.3) makes the mean of the claims of a head equal to the mean of its scatter. For a head that is a sink of mass $M$ on average, that is $s_0^2 = (1-M)(s^2 + M\mu^2)$, and small. With $u = \mu^2/s^2$ the condition $s^2 + \mu^2 > 4 s_0^2$ becomes
+#
+# $$ M > \frac{(u - 1) + \sqrt{1 + u}}{2u} , $$
+#
+# which falls from three quarters, where the others say nothing in common ($u \to 0$), to a half. **A calibrated head that is closed for three quarters or more on average becomes surer by closing altogether [D].** (For $u > 3$ the condition holds once more at small $M$: a head that hardly uses its sink claims little.)
+# That is the last stretch, $m \to 1$. Where the head itself stands, at $m = M$, its gain still falls with the mass unless $M$ exceeds .825: until then the peak (43.5) at $r = 1 - M$ lies beyond it.
 
 # %%
-M = sp.Symbol("M", positive=True)
-slope = sp.diff(variance, m).subs(m, 1).subs(s2_0, (1 - M) * (spread + M * mu**2))
-sp.solve(slope.subs(mu, 0), M), sp.solve(slope.subs(spread, 0) / mu**2, M)
+M, u = sp.symbols("M u", positive=True)
+end = sp.diff(variance, m).subs(m, 1).subs(s2_0, (1 - M) * (spread + M * mu**2)).subs(mu, sp.sqrt(u * spread)) / spread
+bound = ((u - 1) + sp.sqrt(1 + u)) / (2 * u)
+here = sp.diff(course / spread, m).subs({m: M, r: 1 - M})
+prove(end.subs(M, bound)), sp.limit(bound, u, 0), sp.limit(bound, u, sp.oo), sp.nsolve(here / M, M, 0.8).round(3)
 
 # %%
 #| label: fig-sink-course
@@ -600,7 +606,8 @@ def measure_sinks(
 
     with torch.no_grad(), watching(model, receive), reporting(model, keep):
         model(input_ids=ids, use_cache=False, logits_to_keep=1)
-    bos = bool((ids[:, 0] == model.config.bos_token_id).all())
+    first = model.config.bos_token_id  # some families have none
+    bos = first is not None and bool((ids[:, 0] == first).all())
     return as_frame(layers, bins).assign(length=ids.shape[1], bos=bos)
 
 

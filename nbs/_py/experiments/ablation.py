@@ -18,7 +18,7 @@
 # The page trains nothing: it reads the cells that `bft sweep nbs/experiments/grids/ablation.yaml` stored, at the tuned dropout and learning rate of the filter.
 
 # %% tags=["parameters"]
-studied = [["beauty", "sasrec"], ["instruments", "sasrec"], ["beauty", "hstu"]]  # data set and backbone
+studied = [["beauty", "sasrec"], ["instruments", "sasrec"], ["beauty", "hstu"], ["instruments", "hstu"]]  # data set and backbone
 
 # %%
 import json
@@ -54,7 +54,7 @@ for dataset, backbone in studied:
 # | `resolution: isotropic` | one variance per head |
 # | `weights: precision` | the other reading of the weights: T − 1 degrees of freedom |
 # | `precision: constant`, `mlp` | one τ for all items; τ from the embedding |
-# | `precision_init: 0.1`, `10`, `frequency` | τ starts lower, higher, by log frequency |
+# | `precision_init: 0.1`, `10`, `100`, `frequency` | τ starts lower, higher, much higher, by log frequency |
 # | `precision_lr` | τ and Q learn faster |
 #
 # HSTU has no feed-forward network, so no J; its weights are not a distribution, so the reading of weights and the resolution do not arise.

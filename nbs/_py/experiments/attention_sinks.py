@@ -90,6 +90,8 @@ if study == "scratch":
     lm = tiny_llama(tokenizer, **SHAPES[model], max_length=length, seed=seed)
 else:
     lm, tokenizer = load_model(model)
+if tokenizer.bos_token_id is None:
+    raise ValueError(f"{model!r} has no BOS token, with which every text of this study begins")
 streams = {"to learn from": token_stream(taught, tokenizer), "to be measured on": token_stream(asked, tokenizer)}
 cut = {part: blocks(tokens, length, tokenizer.bos_token_id) for part, tokens in streams.items()}
 pd.DataFrame({part: {"paragraphs": len(texts), "tokens": len(tokens), "different tokens": len(tokens.unique()), "texts": len(cut[part])} for (part, tokens), texts in zip(streams.items(), (taught, asked))}).T
@@ -323,7 +325,7 @@ left.legend(fontsize=8)
 plt.show()
 
 # %% [markdown]
-# Are the formulas of chapter 43 those of real heads? Each dot is a head, at the bin that ends at 1,024 (or the last). By (43.1) none may lie above the left line, that of an even spread over all other keys, except that a dot is a mean over queries and the line is curved. By (43.2) the scatter lies between the two curves, whatever the others say, if the sink's value is zero. And (43.4) tells on which side a filtering head lies: below 1, its gain rises as it closes. The line there is that of a head calibrated at its own mass, with $\mu = 0$.
+# Are the formulas of chapter 43 those of real heads? Each dot is a head, at the bin that ends at 1,024 (or the last). By (43.1) none may lie above the left line, that of an even spread over all other keys, except that a dot is a mean over queries and the line is curved. By (43.2) the scatter lies between the two curves, whatever the others say, if the sink's value is zero. And (43.4) tells on which side a filtering head lies: below 1, its gain would rise on the last stretch to $m = 1$. The line there is that of a head calibrated at its own mass, with $\mu = 0$.
 
 # %%
 #| label: fig-heads
@@ -353,7 +355,14 @@ for ax in axes:
 plt.show()
 
 # %% [markdown]
-# **Reading.** Half of SmolLM2's heads are sinks, and of whatever token comes first: without BOS it is the same half. Their mass falls as the context grows, from most of the weight to less than a third, as (43.6) says of a sink that weighs as much as so many keys. And $n$ grows by a quarter of a doubling per doubling of the length, where that of a head which reads everything alike would double. The sink is not the whole reason: without the first token (dashed) $n$ is larger, but grows hardly faster, for the other weights gather on few keys, too. The heads lie where chapter 43's formulas put them. The sinks with most mass are below the line of (43.4), so that their gain rises as they close. The filter, calibrated and not trained, has odds that follow the length, but by a tenth of a doubling.
+# Mass on the first token by length, of the heads that are sinks at the length of the figure, and of the others:
+
+# %%
+closed = plain["mass"][..., at] > 0.3
+pd.DataFrame({f"{name} ({which.sum()} heads)": plain["mass"][which].mean(0) for name, which in (("sinks", closed), ("others", ~closed))}, index=plain["high"]).T.round(2)
+
+# %% [markdown]
+# **Reading.** Half of SmolLM2's heads are sinks, and of whatever token comes first: without BOS it is the same half. The mass of all heads falls from three quarters to less than a third as the context grows, that of the sinks among them (the table) from nearly all to a half, as (43.6) says of a sink that weighs as much as so many keys. And $n$ grows by a quarter of a doubling per doubling of the length, where that of a head which reads everything alike would double. The sink is not the whole reason: without the first token (dashed) $n$ is larger, but grows hardly faster, for the other weights gather on few keys, too. The heads lie where chapter 43's formulas put them. The sinks with most mass are below the line of (43.4): closed altogether, their gain would rise. The filter, calibrated and not trained, has odds that follow the length, but by a tenth of a doubling.
 #
 # ### After fine-tuning
 #

@@ -9,13 +9,13 @@
 # %% [markdown]
 # # Does a filter learn better from noisy labels?
 #
-# > A pretrained Llama is tuned to answer questions while a share of its label tokens is wrong: plain, with two robust losses, and as a filter.
+# > A pretrained Llama is tuned to answer questions while a share of its label tokens is wrong: plain, with focal loss, with a robust loss (GCE), and as a filter.
 #
 # **The paper says** that TinyLlama-1.1B, tuned as a filter on SQuAD whose label tokens are corrupted with probability $n_p$, answers better than the same model tuned plainly (SFT) and than with focal loss, the more so the more noise; and that on clean data its F1 is 8.3 % above SFT [@bft2026].
 #
 # **What would refute it here**: a paired difference in F1 (filter minus SFT, same questions) that is not above zero at $n_p = 0$; one that does not grow with $n_p$; or a robust loss that does better.
 #
-# The page has two parts. The first runs *one* cell of the study, by default a tiny random Llama on made-up lookups, offline and in seconds. The second reads *all* stored rows, and is the result.
+# The page has two parts. The first runs *one* cell of the study, by default a tiny random Llama on made-up lookups, offline and in seconds. The second reads the stored rows at the budget it names, and is the result.
 
 # %% tags=["parameters"]
 model = "tiny"  # or "smollm2", an id of the hub ("TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T"), a folder
@@ -178,7 +178,7 @@ if store:
 # F1 of a hundred questions about contexts that were not learnt from, at $n_p = .3$ and seed 0, by learning rate: the same two rates for every method, and the better one is taken for all its cells.
 
 # %%
-budget = dict(model="smollm2", dataset="squad_v1.1_train_part", corruption="uniform", adapter="lora", max_length=128, steps=250, batch_size=4, n_eval=500)
+budget = dict(model="smollm2", dataset="squad_v1.1_train_part", corruption="uniform", adapter="lora", max_length=128, answer_length=16, steps=250, batch_size=4, n_eval=500, dtype="bfloat16")
 stored = study_rows("squad_noise", **budget)
 chosen = {m: tuned(stored, m, noise=0.3) for m in METHODS}
 levels = sorted(stored["noise"].unique()) if len(stored) else []
@@ -240,7 +240,7 @@ changed(cells[max(leads), "bft"], cells[max(leads), "sft"], names) if leads else
 # %% [markdown]
 # ## The paper's size
 #
-# TinyLlama-1.1B on the whole of SQuAD is the same notebook with other parameters, on a machine with a GPU:
+# TinyLlama-1.1B on 32,000 questions of SQuAD is the same notebook with other parameters, on a machine with a GPU (its rows are read as above, with `study_rows` at that budget):
 #
 # ```bash
 # M=TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T
