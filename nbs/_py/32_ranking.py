@@ -325,7 +325,7 @@ def protocol(
 
 
 # %%
-protocol(split="leave-one-out 1f3a", n_items=6, filter_seen=True, max_length=50, n=3)
+protocol(split="leave-one-out 1f3a", n_items=6, filter_seen=True, max_length=50, n=3, repeats=int(metric.repeats))
 
 # %% [markdown]
 # ## How sure

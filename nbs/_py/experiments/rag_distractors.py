@@ -9,7 +9,7 @@
 # %% [markdown]
 # # Does a filter read past distractors?
 #
-# > A pretrained Llama is tuned to answer from a passage, and then asked with up to twenty others beside it: plain and as a filter (focal loss, GCE and gates by parameter).
+# > A pretrained Llama is tuned to answer from a passage, and then asked with up to twenty others beside it: plain, with focal loss, with a robust loss (GCE), and as a filter.
 #
 # **The paper says** that on NQ-Open, with passages in the context that a search returned and that do not hold the answer, a model tuned as a filter loses less than the same model tuned plainly [@bft2026]. Kriging is made for this: an observation that deserves no belief should get little weight.
 #
