@@ -138,13 +138,15 @@ pd.concat({key: moves(*key) for key in cells}).round(2)
 # %% [markdown]
 # ## Reading
 #
-# **The order is the paper's.** In SASRec $\tau$ falls with popularity, by a fifth to a third from the rarest to the most popular quarter, and the gain rises, on every set. Its size depends on the learning rate: on Beauty $K \approx .73$ at .003 and $\approx .45$ at .006, so a particular value such as .77 says little. In HSTU the order of the gain is reversed and $\tau$ hardly moves. In BERT4Rec $\tau$ orders as in SASRec, but the gain of layer 1 is about .1 for all items: it takes on little of what attention finds there.
+# **The order is the paper's.** In SASRec $\tau$ falls with popularity, by a fifth to a third from the rarest to the most popular quarter, and the gain rises, on every set. Its size depends on the learning rate: on Beauty $K \approx .73$ at .003 and $\approx .45$ at .006, so a particular value such as .77 says little. In HSTU the order of the gain is reversed and $\tau$ hardly moves. In BERT4Rec $\tau$ orders as in SASRec on Beauty, Instruments and Yelp and hardly moves elsewhere, and the gain of layer 1 is .1 to .2 for all items: it takes on little of what attention finds there.
 #
-# **τ knows little, but in BERT4Rec.** Exchanging $\tau$ between items at random costs SASRec 1 to 2 % of its NDCG@10, and only on Instruments does the interval exclude zero; HSTU loses next to nothing. Levelling it costs less. So most of what SASRec's filter gains, where it gains, does not come from telling items apart by their $\tau$: it comes from gain and bias as they follow $n$ and the spread of values. In BERT4Rec the exchange costs 6 % on both sets: there $\tau$ has learnt something of its items, and still the filter is not ahead of a layer without one.
+# **In HSTU the filter hardly filters**: $K$ is .86 to .99, so the update is nearly the plain residual, and what is left of the filter is its weighing of keys. The observation behind HSTU's norm and gate is precise beside a $\tau$ that starts at one and moves little.
+#
+# **τ knows little, but in BERT4Rec.** Exchanging $\tau$ between items at random costs SASRec 1 to 2 % of its NDCG@10, and only on Instruments does the interval exclude zero; HSTU loses next to nothing. Levelling it costs less. So most of what SASRec's filter gains, where it gains, does not come from telling items apart by their $\tau$: it comes from gain and bias as they follow $n$ and the spread of values. In BERT4Rec the exchange costs 5 to 9 % on the sparse sets: there $\tau$ has learnt something of its items, and still the filter is not ahead of a layer without one.
 #
 # **And the plain layer finds the order by itself**: in it, too, attention moves rare items less.
 #
 # ### Caveats
 #
-# - One seed, but on Beauty and Instruments.
+# - One seed, but on Beauty, Sports and Instruments (SASRec and HSTU).
 # - The gain is averaged over features and positions; what a single feature does is not shown.
