@@ -94,7 +94,7 @@ def forest(table: pd.DataFrame, groups: list[str]) -> None:
     for ax, name in zip(axes.flat, names):
         for j, other in enumerate(o for n, o in compared if n == name):
             d = [table.loc[(name, other), g] for g in groups]
-            at, known = np.arange(len(groups)) + 0.15 * (2 * j - 1), [i for i, x in enumerate(d) if x is not None]
+            at, known = np.arange(len(groups)) + 0.15 * (2 * j - 1), [i for i, x in enumerate(d) if x is not None and np.isfinite([x.low, x.high]).all()]
             mean, low, high = (np.array([getattr(d[i], end) for i in known]) for end in ("mean", "low", "high"))
             ax.errorbar(mean, at[known], xerr=[mean - low, high - mean], fmt="o", color=COLOUR["posterior" if other == "plain" else "other"], label=f"to {other}")
         ax.axvline(0, color="0.6", lw=1)
