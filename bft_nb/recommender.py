@@ -555,7 +555,8 @@ class Recommender:
             model, split, seed=s["seed"], epochs=s["max_epochs"], batch_size=s["batch_size"], lr=s["lr"], precision_lr=s["precision_lr"],
             negatives=s["negatives"], patience=s["patience"], device=s["device"], progress=progress, filter_seen=s["filter_seen"],
         )  # fmt: skip
-        self.library, self.columns = library, {"user": user, "item": item, "timestamp": timestamp, "position": position}
+        self.library = library
+        self.columns: dict[str, Any] = {"user": user, "item": item, "timestamp": timestamp, "position": position}
         self.model, self.item_ids, self.user_ids, self.histories = model.eval(), data.item_ids, data.user_ids, data.sequences
         self.known = judge(model, split.valid, s["filter_seen"])
         self.report = training_report(data, split, self.known, fitted, duplicates, s)

@@ -224,7 +224,7 @@ prove(sp.diff(course, m).subs(m, peak)), sp.limit(peak, r, 0), peak.subs(r, sp.R
 M, u = sp.symbols("M u", positive=True)
 end = sp.diff(variance, m).subs(m, 1).subs(s2_0, (1 - M) * (spread + M * mu**2)).subs(mu, sp.sqrt(u * spread)) / spread
 bound = ((u - 1) + sp.sqrt(1 + u)) / (2 * u)
-here = sp.diff(course / spread, m).subs({m: M, r: 1 - M})
+here = sp.simplify(sp.diff(course, m) / spread).subs({m: M, r: 1 - M})
 prove(end.subs(M, bound)), sp.limit(bound, u, 0), sp.limit(bound, u, sp.oo), sp.nsolve(here / M, M, 0.8).round(3)
 
 # %%
