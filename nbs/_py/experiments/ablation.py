@@ -10,7 +10,8 @@
 # # Which part of the filter does what?
 #
 # > The filter with one part at a time removed, exchanged or scaled.
-#
+
+# %% [markdown]
 # A filter that helps should help less when a part of it is taken away, and the part whose loss costs most is the one that matters. A filter that does not help should show, among its variants, what stands in its way.
 #
 # **What would refute the filter here**: variants without gain, without bias or without both that rank as well as the whole.

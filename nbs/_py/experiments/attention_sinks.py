@@ -10,7 +10,8 @@
 # # Does a gate follow the context, and does the gain?
 #
 # > Sinks, effective sample size, gates and gains against the length of the context: in a pretrained model, after fine-tuning, and in small models trained from nothing.
-#
+
+# %% [markdown]
 # **The paper says** why its filter helps where gates help, and more: a learned sigmoid gate [@qiu2025gated] does not change with the length of the context, the Kalman gain does, because the effective sample size does [@bft2026].
 #
 # **What would refute it here**: a gate whose log-odds rise with the length as those of the gain do, or a gain that is as flat as the gate. [Chapter 43](../43_sinks.ipynb) adds a doubt to be settled: a head that is a sink hides the length from $n$, and its gain may stand still or fall.

@@ -10,10 +10,11 @@
 # # What holds?
 #
 # > The paper's claims, one by one: its number, ours, and what follows.
-#
+
+# %% [markdown]
 # **What is asked.** [The paper](https://arxiv.org/abs/2605.18832) [@bft2026] makes seven kinds of claims. Each has its page in this book; here stand the answers, side by side, computed from the same stored rows.
 #
-# **What counts.** A difference is *seen* if its whole 95 % interval lies above zero, *reversed* if it lies below, and *not shown* otherwise: an interval that includes zero is not evidence of no effect. The rule was fixed before the numbers were read. Intervals are over users, questions or texts, not over trainings. Differences are relative to the layer that differs by precision alone: the null for SASRec and BERT4Rec, the plain layer for HSTU and the language models ([why](recommendation.ipynb)).
+# **What counts.** A difference is *seen* if its whole 95 % interval lies above zero, *reversed* if it lies below, and *not shown* otherwise: an interval that includes zero is not evidence of no effect. The rule is the same for every claim. Intervals are over users, questions or texts, not over trainings. Differences are relative to the layer that differs by precision alone: the null for SASRec and BERT4Rec, the plain layer for HSTU and the language models ([why](recommendation.ipynb)).
 
 # %% tags=["parameters"]
 k = 10  # of HR@k and NDCG@k

@@ -10,7 +10,8 @@
 # # Do rare items and cold users gain most?
 #
 # > The recommendation study by popularity of the target and by length of the user's history.
-#
+
+# %% [markdown]
 # **The paper says** that the filter helps most where evidence is scarce: +14.5 % HR@10 on Sports for items of the lowest quarter of popularity, and most for cold users [@bft2026]. It is what a Bayesian would hope for: a prior matters where there are few data.
 #
 # **What would refute it here**: a gain for the rarest quarter of targets, or for the users with the shortest histories, whose interval includes zero, or that is no larger than the gain of the others.

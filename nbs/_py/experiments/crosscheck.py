@@ -10,7 +10,8 @@
 # # Does somebody else's program agree?
 #
 # > RecTools' SASRec, HSTU and BERT4Rec on our split, trained by their own code and judged by their own lists.
-#
+
+# %% [markdown]
 # A comparison of a filter with a plain model says little if the plain model is worse than it should be. So another library trains the same kind of model on the same sequences, sets the same two items of every user aside, leaves out the same seen items, and ranks the same catalogue; only its lists of ten enter here.
 #
 # **What would refute it here**: our plain model's NDCG@10 clearly below the other library's on the same users.

@@ -10,7 +10,8 @@
 # # Does a pretrained model survive its conversion?
 #
 # > Perplexity on real text before and after, and how much the precision differs between tokens: a start must keep the one and allow the other.
-#
+
+# %% [markdown]
 # **What we want** of the start that `bft_nb.llama.convert` ships: the perplexity of a pretrained model changes by at most 1 %, and yet $\log\bar\lambda$ has a standard deviation above .05 over the tokens of the middle layers, so that there is something to learn from.
 #
 # **What would refute it**: either number on the wrong side. This page measures; chapter 40 reads all stored rows. One start of the study, and all of it:

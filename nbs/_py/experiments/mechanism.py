@@ -10,7 +10,8 @@
 # # Does the filter work as it says?
 #
 # > Gain, precision and effective sample size by popularity and layer, and what is left when τ is shuffled.
-#
+
+# %% [markdown]
 # **The paper says** that rare items get a higher initial precision $\tau$ and a lower gain, $K \approx 0.77$ [@bft2026]: of an item seldom seen the model believes its own embedding more than its neighbours.
 #
 # **What would refute it here**: $\tau$ or $K$ that do not order with popularity; a model that ranks as well when $\tau$ is exchanged between items, for then $\tau$ knows nothing of the item it stands beside, whatever its order.

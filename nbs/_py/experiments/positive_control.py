@@ -10,7 +10,8 @@
 # # Does a learned precision find the truth?
 #
 # > The positive control: a world in which the noise of every item is known, so that a learned precision can be right or wrong.
-#
+
+# %% [markdown]
 # **The paper says** that a precision $\tau_i$ learned per item tells how far an item can be trusted, and that weighing by it, and updating by the gain it implies, makes better predictions where tokens differ in noise [@bft2026]. On real data nobody can check the first half. Here we can: chapter 29 draws every item $i$ with a reliability $\rho_i$, the probability that its appearance means something.
 #
 # **What would refute it here**: a rank correlation of $\tau_i$ with $\rho_i$ near zero; one as large in a world where all items are equally reliable; accuracy that does not fall when the learned $\tau$ are exchanged among items; no advantage over the plain layer, or one that does not grow with the heterogeneity of the items, in worlds where the exact filter profits from knowing $\rho$. Where even the exact filter hardly profits, equal accuracy refutes nothing; so that headroom stands beside every result.

@@ -10,7 +10,8 @@
 # # Does a filter read past distractors?
 #
 # > A pretrained Llama is tuned to answer from a passage, and then asked with up to twenty others beside it: plain, with focal loss, with a robust loss (GCE), and as a filter.
-#
+
+# %% [markdown]
 # **The paper says** that on NQ-Open, with passages in the context that a search returned and that do not hold the answer, a model tuned as a filter loses less than the same model tuned plainly [@bft2026]. Kriging is made for this: an observation that deserves no belief should get little weight.
 #
 # **What would refute it here**: the loss from no distractor to twenty is not smaller for the filter than for SFT (a difference of paired differences over the same questions), or the filter answers no better with twenty, wherever the gold passage stands.

@@ -10,7 +10,8 @@
 # # Does filtering recommend better?
 #
 # > SASRec with and without a precision: same data, split, loss, budget and tuning; only the layer class differs.
-#
+
+# %% [markdown]
 # **The paper says** that a filtering layer lifts SASRec, BERT4Rec and HSTU on six data sets, most for rare items and cold users, that rare items get a lower gain ($K \approx 0.77$) and a higher initial precision, and that the lift shrinks where data are dense [@bft2026].
 #
 # **What would refute it here**: an interval of the paired difference in NDCG@10 (filtering minus plain, same users) that includes zero or lies below it; a difference that is not larger for the rarest quarter of items; gain and $\tau$ that do not order with popularity.

@@ -10,7 +10,8 @@
 # # What does a trained target cost?
 #
 # > CPU time per trained target: SASRec here, the filtering form, and the SASRec of two other libraries, on the same sequences in one run.
-#
+
+# %% [markdown]
 # **What is asked of this library**: a plain SASRec that costs at most what RecTools' costs and at most half of RecBole's; a filter that costs at most 1.35 times the plain model; and an evaluation of Beauty's 22,363 users over the full catalogue in at most ten seconds of one core.
 #
 # **What would refute it here**: a ratio in the table below on the wrong side of these numbers.

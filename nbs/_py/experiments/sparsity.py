@@ -10,7 +10,8 @@
 # # Does the gain grow as data get sparser?
 #
 # > One data set at three densities: the same users, the same items, the same questions, fewer events to learn from.
-#
+
+# %% [markdown]
 # **The paper says** that the filter's advantage grows as data get sparser, and is small where they are dense [@bft2026]. Comparing different shops cannot show it: they differ in more than density. Here one set is thinned.
 #
 # **What would refute it here**: a relative difference that does not rise as events are taken away, or whose intervals include zero throughout.

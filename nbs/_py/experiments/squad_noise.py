@@ -10,7 +10,8 @@
 # # Does a filter learn better from noisy labels?
 #
 # > A pretrained Llama is tuned to answer questions while a share of its label tokens is wrong: plain, with focal loss, with a robust loss (GCE), and as a filter.
-#
+
+# %% [markdown]
 # **The paper says** that TinyLlama-1.1B, tuned as a filter on SQuAD whose label tokens are corrupted with probability $n_p$, answers better than the same model tuned plainly (SFT) and than with focal loss, the more so the more noise; and that on clean data its F1 is 8.3 % above SFT [@bft2026].
 #
 # **What would refute it here**: a paired difference in F1 (filter minus SFT, same questions) that is not above zero at $n_p = 0$; one that does not grow with $n_p$; or a robust loss that does better.
