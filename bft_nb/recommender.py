@@ -490,7 +490,7 @@ def training_report(
 
 # %% ../nbs/33_recommender.ipynb #0aff59be
 MIN_CALIBRATION = 50  # validation users without which confidence is NaN
-FORMAT = 1  # of saved files
+FORMAT = 2  # of saved files
 
 # %% ../nbs/33_recommender.ipynb #da3dc7c5
 class Recommender:

@@ -753,7 +753,7 @@ def training_report(
 # %%
 #| exports
 MIN_CALIBRATION = 50  # validation users without which confidence is NaN
-FORMAT = 1  # of saved files
+FORMAT = 2  # of saved files
 
 
 # %%
