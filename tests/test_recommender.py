@@ -559,7 +559,7 @@ def test_saved_and_loaded_is_the_same(made, tmp_path):
 
 def test_saving_without_histories(made, tmp_path):
     path = made.save(tmp_path / "m.safetensors", histories=False)
-    assert not {n for n in read_archive(path, "recommender", 1)[0] if n.startswith(("user_ids", "histories"))}
+    assert not {n for n in read_archive(path, "recommender", module.FORMAT)[0] if n.startswith(("user_ids", "histories"))}
     again = Recommender.load(path)
     pd.testing.assert_frame_equal(again.recommend({"x": ["i01"]}, k=4), made.recommend({"x": ["i01"]}, k=4))
     with pytest.raises(ValueError, match="without histories"):
@@ -578,8 +578,9 @@ def test_bad_files(made, tmp_path, monkeypatch):
         Recommender.load(tmp_path / "nothing.safetensors")
     with pytest.raises(OSError, match="could not save"):
         made.save(path / "below.safetensors")
-    monkeypatch.setattr(module, "FORMAT", 2)
-    with pytest.raises(ValueError, match="format 1, this version of the library reads format 2"):
+    this = module.FORMAT
+    monkeypatch.setattr(module, "FORMAT", this + 1)
+    with pytest.raises(ValueError, match=f"format {this}, this version of the library reads format {this + 1}"):
         Recommender.load(path)
     assert path.read_bytes() == data
 
