@@ -48,9 +48,12 @@ def over_seeds(
 
 
 def runs_of(rows: pd.DataFrame) -> list[dict[str, Any]]:
-    "The distinct runs among rows, as `results.ranks_path` wants them, ordered by seed."
+    "The runs of a cell, as `results.ranks_path` wants them, ordered by seed; `ValueError` if a seed has several."
     names = ["exp", "dataset", "model", "params", "seed"]
-    return rows[names].drop_duplicates().sort_values("seed").to_dict("records")
+    found = rows[names].drop_duplicates().sort_values("seed")
+    if len(found) > found["seed"].nunique():
+        raise ValueError(f"a cell must hold one run for each seed, got {len(found)} runs of {found['seed'].nunique()} seeds: choose their parameters")
+    return found.to_dict("records")
 
 
 def seed_ranks(
@@ -63,8 +66,6 @@ def seed_ranks(
     paths = [ranks_path((folder or results_folder()) / "ranks", run, split) for run in runs_of(rows)]
     if not paths:
         raise ValueError("no stored run matches: no rows, or no seed that both cells have")
-    if len(paths) > rows["seed"].nunique():
-        raise ValueError(f"a cell must hold one run for each seed, got {len(paths)} runs of {rows['seed'].nunique()} seeds: choose their parameters")
     ranks = [load_ranks(p) for p in paths]
     if len({len(r) for r in ranks}) > 1:
         raise ValueError(f"the seeds were evaluated on different users: {[len(r) for r in ranks]} of them")

@@ -71,8 +71,8 @@ settings = dict(
     mask_probability=mask_probability, epochs=epochs, every=every, patience=patience, minutes=minutes,
 )  # fmt: skip
 params = settings | {"bft": False, "split_hash": split.hash[:16]}
-run, kept = dict(exp="crosscheck", dataset=dataset, model=f"rectools-{backbone}", params=params, seed=seed), results_folder() / "crosscheck.csv"
-if store: check_new(kept, run)
+run, path = dict(exp="crosscheck", dataset=dataset, model=f"rectools-{backbone}", params=params, seed=seed), results_folder() / "crosscheck.csv"
+if store: check_new(path, run)
 configuration(params)
 
 
@@ -116,8 +116,8 @@ if rectools:
 
 # %%
 if store:
-    save_ranks(ranks_path(kept.parent / "ranks", run), ranks, popularity_strata(item_counts(split)).stratum[split.test.targets])
-    append_rows(kept, rows)
+    save_ranks(ranks_path(path.parent / "ranks", run), ranks, popularity_strata(item_counts(split)).stratum[split.test.targets])
+    append_rows(path, rows)
 
 # %% [markdown]
 # ## The result

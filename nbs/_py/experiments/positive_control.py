@@ -83,8 +83,8 @@ training = dict(lr=lr, negatives=min(256, n_items), epochs=epochs, patience=max(
 params = dict(bft=bft, d=d, dropout=dropout, split_hash=split.hash[:16], **size, **training)
 if bft:
     params |= dict(tau=tau, precision_lr=precision_lr)
-run, kept = dict(exp="positive_control", dataset="synthetic", model="sasrec", params=params, seed=seed), results_folder() / "positive_control.csv"
-if store: check_new(kept, run)
+run, path = dict(exp="positive_control", dataset="synthetic", model="sasrec", params=params, seed=seed), results_folder() / "positive_control.csv"
+if store: check_new(path, run)
 configuration(params)
 
 # %%
@@ -213,14 +213,14 @@ STEPS = dict(zip(steps, ["popularity", "bayes", "bayes+predict", "bayes+predict+
 ceilings = []
 for name, r in steps.items():
     of_world = dict(run, model=STEPS[name], params=dict(bft=False, split_hash=split.hash[:16], **size))
-    if not (store and has_rows(kept, of_world)):
+    if not (store and has_rows(path, of_world)):
         ceilings += run_rows(of_world, {"test": {"hr@10": (r.hr, r.n), "ndcg@10": (r.ndcg, r.n)}}, seconds=0, device="cpu")
 
 # %%
 if store:
     unreliable_last = world.reliability[world.items[:, -2]] < 0.5
-    save_ranks(ranks_path(kept.parent / "ranks", run, "test"), ranks, np.where(unreliable_last, 0, 1))
-    append_rows(kept, rows + ceilings)
+    save_ranks(ranks_path(path.parent / "ranks", run, "test"), ranks, np.where(unreliable_last, 0, 1))
+    append_rows(path, rows + ceilings)
 
 # %% [markdown]
 # ## The study

@@ -71,8 +71,8 @@ training = dict(steps=steps, batch_size=batch_size, lr=lr)
 params = dict(method=method, ks=ks, k_train=k_train, words=words, adapter=adapter, max_length=max_length, answer_length=answer_length, n_eval=n_eval, dtype=dtype, **training)
 if METHODS[method].added:
     training["precision_lr"] = params["precision_lr"] = precision_lr or lr
-run, kept = dict(exp="rag_distractors", dataset=data, model=model.rpartition("/")[2], params=params, seed=seed), results_folder() / "rag_distractors.csv"
-if store: check_new(kept, run)
+run, path = dict(exp="rag_distractors", dataset=data, model=model.rpartition("/")[2], params=params, seed=seed), results_folder() / "rag_distractors.csv"
+if store: check_new(path, run)
 configuration(params)
 
 # %% [markdown]
@@ -147,8 +147,8 @@ len(rows)
 if store:
     for part, by in measured.items():
         for name, (qs, texts, s) in by.items():
-            save_answers(ranks_path(kept.parent / "answers", run, f"{part}-{name}"), [q.id for q in qs], texts, s.exact, s.f1)
-    append_rows(kept, rows)
+            save_answers(ranks_path(path.parent / "answers", run, f"{part}-{name}"), [q.id for q in qs], texts, s.exact, s.f1)
+    append_rows(path, rows)
 
 # %% [markdown]
 # ## The study
@@ -226,7 +226,7 @@ pd.DataFrame(falls).T.fillna("") if falls else "no rows are stored yet"
 
 # %%
 conditions = {**{f"k = {k}, first": split for k, split in splits.items()}, "k = 5, middle": "test-k5.middle", "k = 5, last": "test-k5.last", "k = 20, middle": "test-k20.middle"}
-places = {METHODS[m].title: {name: shown(rows, split) for name, split in conditions.items() if "5" in name or "20" in name} for m, rows in cells.items()}
+places = {METHODS[m].title: {name: shown(rows, split) for name, split in conditions.items() if name.startswith(("k = 5,", "k = 20,"))} for m, rows in cells.items()}
 leads = {METHODS[m].title: {name: mean(advantage(rows, cells["sft"], split)) for name, split in conditions.items()} for m, rows in cells.items() if m != "sft" and "sft" in cells}
 pd.concat({"F1": pd.DataFrame(places), "Δ F1 to SFT": pd.DataFrame(leads)}, axis=1).reindex(conditions).fillna("") if cells else "no rows are stored yet"
 

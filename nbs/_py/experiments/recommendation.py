@@ -95,8 +95,8 @@ training = dict(lr=lr, negatives=negatives, epochs=epochs, batch_size=32 if long
 params = dict(bft=bft, d=d, dropout=dropout, max_length=max_length, dtype=dtype, thin=thin, split_hash=split.hash[:16], **training, **chosen)
 if bft:
     params["precision_lr"] = precision_lr or lr
-run, kept = dict(exp="recommendation", dataset=dataset, model=backbone, params=params, seed=seed), results_folder() / "recommendation.csv"
-if store: check_new(kept, run)
+run, path = dict(exp="recommendation", dataset=dataset, model=backbone, params=params, seed=seed), results_folder() / "recommendation.csv"
+if store: check_new(path, run)
 configuration(params)
 
 # %% [markdown]
@@ -243,8 +243,8 @@ len(rows)
 # %%
 if store:
     for part in measured.keys() & {"test", "shuffled"}:
-        save_ranks(ranks_path(kept.parent / "ranks", run, part), *measured[part][:2], split.test.histories.lengths)
-    append_rows(kept, rows)
+        save_ranks(ranks_path(path.parent / "ranks", run, part), *measured[part][:2], split.test.histories.lengths)
+    append_rows(path, rows)
 
 # %% [markdown]
 # ## The study

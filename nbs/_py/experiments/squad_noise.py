@@ -70,8 +70,8 @@ training = dict(steps=steps, batch_size=batch_size, lr=lr)
 params = dict(method=method, noise=noise, corruption=corruption, adapter=adapter, max_length=max_length, answer_length=answer_length, n_eval=n_eval, dtype=dtype, **training)
 if METHODS[method].added:
     training["precision_lr"] = params["precision_lr"] = precision_lr or lr
-run, kept = dict(exp="squad_noise", dataset=data, model=model.rpartition("/")[2], params=params, seed=seed), results_folder() / "squad_noise.csv"
-if store: check_new(kept, run)
+run, path = dict(exp="squad_noise", dataset=data, model=model.rpartition("/")[2], params=params, seed=seed), results_folder() / "squad_noise.csv"
+if store: check_new(path, run)
 configuration(params)
 
 # %% [markdown]
@@ -159,8 +159,8 @@ len(rows)
 if store:
     for part, questions in {"valid": valid, "test": asked}.items():
         _, said, found = measured[part]
-        save_answers(ranks_path(kept.parent / "answers", run, part), [q.id for q in questions], said, found.exact, found.f1)
-    append_rows(kept, rows)
+        save_answers(ranks_path(path.parent / "answers", run, part), [q.id for q in questions], said, found.exact, found.f1)
+    append_rows(path, rows)
 
 # %% [markdown]
 # ## The study
