@@ -8,14 +8,13 @@ __all__ = ['NO_EVIDENCE', 'HIDDEN', 'BLOCK', 'IMPLEMENTATIONS', 'visible_keys', 
 
 # %% ../nbs/20_attention.ipynb #7fbf1c2d
 from collections.abc import Callable
-from functools import reduce
 from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from .core import check_floating, check_option, check_positive, check_precision
+from .core import check_finite, check_floating, check_option, check_positive, check_precision, wide_dtype
 from .kriging import kriging_mean, kriging_variance, kriging_weights
 from .reml import observation_variance, scatter
 
@@ -24,7 +23,7 @@ def visible_keys(
     mask: Bool[Tensor, "#b #h #t j"] | None,  # True where a query may look at a key
     is_causal: bool,  # query t sees keys j ≤ t only
     queries: int,  # T
-    keys: int,  # J
+    keys: int,  # number of keys, seen or not
 ) -> Int[Tensor, "#b #h t"]:
     "How many keys each query may look at."
     if mask is None:
@@ -226,7 +225,7 @@ def _split_mask(mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         raise TypeError(f"mask must be boolean (True = may be seen) or floating point (added to the logits), got {getattr(mask, 'dtype', mask)}")
     if mask.requires_grad:
         raise ValueError("mask requires a gradient, which no implementation of observe gives: pass mask.detach()")
-    hidden = mask == -torch.inf
+    hidden = mask <= max(HIDDEN, torch.finfo(mask.dtype).min)
     return (~hidden if hidden.any() else None), mask.masked_fill(hidden, 0)
 
 # %% ../nbs/20_attention.ipynb #97c90ab9
@@ -238,13 +237,13 @@ def _without_evidence(m: Moments, seen: Bool[Tensor, "#b #h t"]) -> Moments:
     )
 
 # %% ../nbs/20_attention.ipynb #8bf4130c
-def _blame(lam_bar: Tensor, **inputs: Tensor | None) -> None:
-    "Raise `ValueError` naming the input that made the weights undefined."
+def _blame(lam_bar: Tensor, kappa: Tensor, **inputs: Tensor | None) -> None:
+    "Raise `ValueError` naming the input that made an observation undefined."
     check_precision(lam_bar, "lam_bar")
     for name, x in inputs.items():
-        if x is not None and not torch.isfinite(x).all():
-            raise ValueError(f"{name} must be finite, got {x[~torch.isfinite(x)][0].item()}")
-    raise ValueError("q and k must be small enough for finite logits: their products overflow")
+        if x is not None: check_finite(x, name)
+    check_finite(kappa, "q and k must be small enough for finite logits, but their products overflow: the effective sample size")
+    raise ValueError("v must be small enough for finite squares, but they overflow")
 
 # %% ../nbs/20_attention.ipynb #6a462d8e
 def observe(
@@ -270,7 +269,7 @@ def observe(
     _check_shapes(q, k, v, lam_bar, mask, is_causal)
     counts = visible_keys(visible, is_causal, q.shape[2], k.shape[2]).to(q.device)
     with torch.autocast(q.device.type, enabled=False):
-        wide = reduce(torch.promote_types, (x.dtype for x in (q, k, v, lam_bar)), torch.float32)
+        wide = wide_dtype(q, k, v, lam_bar)
         q, k, bias = q.to(wide) * (q.shape[-1] ** -0.5 if scale is None else scale), k.to(wide), None if bias is None else bias.to(wide)
         origin = (_origin(v, visible) if shift is None else shift.detach()).to(wide)
         moments = IMPLEMENTATIONS[impl](q, k, v.to(wide) - origin, lam_bar.to(wide)[:, None], visible, bias, is_causal, resolution == "diagonal")
@@ -281,6 +280,7 @@ def observe(
         keys = counts.clamp_min(1).to(kappa.dtype).unsqueeze(-1) if weights == "precision" else None
         try:
             variance = observation_variance(s, kappa.unsqueeze(-1), s2_0.unsqueeze(-1), nu0, keys)
+            check_finite(variance, "variance")
         except ValueError:
-            _blame(lam_bar, q=q, k=k, mask=bias)
+            _blame(lam_bar, kappa, q=q, k=k, v=v, mask=bias)
         return Observation((e + origin).to(v.dtype), variance.reciprocal(), seen / kappa)

@@ -17,8 +17,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from .core import Belief, check_not_negative, check_precision
-from .kalman import at_least_float32
+from .core import Belief, at_least_float32, check_not_negative, check_option, check_precision
 
 # %% ../nbs/13_dynamics.ipynb #37d4a8b2
 MIN_GROWTH = 1e-6  # smallest (1 + J)² taken, no unit
@@ -113,24 +112,19 @@ def activation_and_slope(
 NORMS = ("layer", "rms")  # kinds of normalisation in front of a branch
 
 # %% ../nbs/13_dynamics.ipynb #a3657f57
-def _check_norm(norm: str) -> None:
-    if norm not in NORMS:
-        raise ValueError(f"norm must be one of {NORMS}, got {norm!r}")
-
-# %% ../nbs/13_dynamics.ipynb #ee2087a3
 def standardise(
     h: Float[Tensor, "*batch d"],  # input of the norm, [h]
     norm: str = "layer",  # "layer" or "rms"
     eps: float = 1e-5,  # added to the mean square, [h²]
 ) -> tuple[Float[Tensor, "*batch d"], Float[Tensor, "*batch 1"]]:  # x̂ (no unit) and 1/s [1/h]
     "What a norm computes before its weight and bias (13.4) [@ba2016; @zhang2019], in float32 or wider. `ValueError` for an unknown norm."
-    _check_norm(norm)
+    check_option("norm", norm, NORMS)
     h = at_least_float32(h)
     centred = h - h.mean(-1, keepdim=True) if norm == "layer" else h
     inv_std = torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
     return centred * inv_std, inv_std
 
-# %% ../nbs/13_dynamics.ipynb #f8445dea
+# %% ../nbs/13_dynamics.ipynb #ee2087a3
 def norm_jacobian(
     xhat: Float[Tensor, "*batch d"],  # x̂ of `standardise`
     inv_std: Float[Tensor, "*batch 1"],  # 1/s of `standardise`, [1/h]
@@ -138,7 +132,7 @@ def norm_jacobian(
     norm: str = "layer",  # "layer" or "rms"
 ) -> Float[Tensor, "*batch d"]:  # diagonal of ∂(γ x̂ + β)/∂h, [1/h]
     "Exact diagonal of the Jacobian of LayerNorm or RMSNorm (13.4, k = i). `ValueError` for an unknown norm."
-    _check_norm(norm)
+    check_option("norm", norm, NORMS)
     shared = 1.0 if norm == "layer" else 0.0
     diagonal = inv_std * (1 - (shared + xhat.square()) / xhat.shape[-1])
     return diagonal if weight is None else diagonal * weight
@@ -154,7 +148,7 @@ def fold_weights(
     if w1.shape != w2.shape[::-1]:
         raise ValueError(f"w1 must be (f, d) and w2 (d, f), got {tuple(w1.shape)} and {tuple(w2.shape)}")
     if norm is not None:
-        _check_norm(norm)
+        check_option("norm", norm, NORMS)
     folded = w1 if norm_weight is None else w1 * norm_weight
     if norm == "layer":
         folded = folded - folded.mean(-1, keepdim=True)
@@ -162,7 +156,7 @@ def fold_weights(
 
 # %% ../nbs/13_dynamics.ipynb #7ef14a3d
 def _behind_norm(direct: Tensor, along: Tensor, norm: str, xhat: Tensor | None, inv_std: Tensor | None) -> Tensor:
-    _check_norm(norm)
+    check_option("norm", norm, NORMS)
     if xhat is None or inv_std is None:
         raise ValueError(f"norm={norm!r} needs xhat and inv_std, got xhat={xhat is not None}, inv_std={inv_std is not None}")
     return inv_std * (direct - xhat * along / xhat.shape[-1])

@@ -18,9 +18,9 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from .attention import check_options, observe
-from .core import Belief, certain, check_belief, check_count, check_flag, check_option, check_positive
-from .dynamics import ffn_jacobian, predict, standardise
-from .kalman import at_least_float32, update
+from .core import Belief, at_least_float32, certain, check_belief, check_count, check_flag, check_option, check_positive
+from .dynamics import activation_and_slope, ffn_jacobian, predict, standardise
+from .kalman import update
 from .layer import Step, normalise, project, reliability
 
 # %% ../nbs/22_encoder.ipynb #e97d2023
@@ -194,13 +194,12 @@ def _observe_branch(layer: nn.TransformerEncoderLayer, belief: Belief, mask: Ten
 # %% ../nbs/22_encoder.ipynb #1a541ea4
 def _predict_branch(layer: nn.TransformerEncoderLayer, belief: Belief, carry: bool) -> Belief:
     "The prediction; with `carry=False`, where nobody reads it, the precision stays as it was."
-    a = layer.linear1(layer.norm2(belief.mean) if layer.norm_first else belief.mean)
+    a, jac = layer.linear1(layer.norm2(belief.mean) if layer.norm_first else belief.mean), torch.zeros(())
+    if carry and layer.jacobian != "none":  # before the activation, which may overwrite a
+        with torch.set_grad_enabled(torch.is_grad_enabled() and layer.jacobian == "full"):
+            jac = _network_jacobian(layer, belief.mean, a)
     delta = layer.dropout2(layer.linear2(layer.dropout(layer.activation(a))))
-    if not carry:
-        return Belief(belief.mean + delta, belief.precision)
-    with torch.set_grad_enabled(torch.is_grad_enabled() and layer.jacobian == "full"):
-        jac = torch.zeros(()) if layer.jacobian == "none" else _network_jacobian(layer, belief.mean, a)
-    return predict(belief, delta, jac, layer.process_noise)
+    return predict(belief, delta, jac, layer.process_noise) if carry else Belief(belief.mean + delta, belief.precision)
 
 # %% ../nbs/22_encoder.ipynb #bd4b0562
 def _check_sizes(d_model: int, nhead: int, dim_feedforward: int, dropout: float) -> None:
@@ -216,7 +215,8 @@ class BFTEncoderLayer(nn.TransformerEncoderLayer):
     """A filter step with torch's encoder-layer interface: tensor in, tensor out; `Belief` in, `Belief` out [@bft2026].
 
     Arguments up to `dtype` are `torch.nn.TransformerEncoderLayer`'s. Dropout acts on e and on the network, never on the
-    kriging weights, which must sum to one. Raises `ValueError` for options out of range."""
+    kriging weights, which must sum to one. To stack layers, use `BFTEncoder` or hand on a `Belief`: every layer that gets a
+    tensor starts from λ = 1. Raises `ValueError` for options out of range."""
 
     def __init__(
         self,
@@ -224,7 +224,7 @@ class BFTEncoderLayer(nn.TransformerEncoderLayer):
         nhead: int,
         dim_feedforward: int = 2048,
         dropout: float = 0.1,
-        activation: str | Callable[[Tensor], Tensor] = F.relu,
+        activation: str | Callable[[Tensor], Tensor] = F.relu,  # or a name of chapter 13: torch's two, "gelu_tanh", "silu"
         layer_norm_eps: float = 1e-5,
         batch_first: bool = False,
         norm_first: bool = False,
@@ -232,7 +232,7 @@ class BFTEncoderLayer(nn.TransformerEncoderLayer):
         device=None,
         dtype=None,
         *,
-        kriging: bool = True,  # weigh keys by reliability; False: plain attention weights
+        kriging: bool = True,  # weigh keys by reliability; False: λ̄ = 1 for all, in the weights and in what they claim
         kalman: bool = True,  # gain λ_obs/(λ + λ_obs); False: the mean takes gain one, the plain residual; the precision goes on as before
         jacobian: str = "detached",  # J of the network: "full", "detached" (no gradient through it) or "none" (J = 0)
         process_noise: float = 0.1,  # Q at the start, per feature, ≥ 0 [h²]; 0: none, and not learned
@@ -247,6 +247,7 @@ class BFTEncoderLayer(nn.TransformerEncoderLayer):
         check_positive("process_noise", process_noise, zero=True)
         check_option("jacobian", jacobian, ("detached", "full", "none"))
         check_options(resolution, weights, nu0, impl)
+        activation = activation_and_slope(activation)[0]
         super().__init__(d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps, batch_first, norm_first, bias, device, dtype)
         self.activation_relu_or_gelu = 0  # or torch's own encoder would hand over nested tensors
         self.batch_first = batch_first

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from .core import check_precision
+from .core import at_least_float32, check_precision
 
 # %% ../nbs/10_kriging.ipynb #9bd54a39
 def _check_mask(mask: Tensor, scores: Tensor) -> None:
@@ -36,7 +36,7 @@ def kriging_weights(
         raise ValueError(f"lam_bar needs one entry per key, got {tuple(lam_bar.shape)} for logits of shape {tuple(logits.shape)}")
     if any(m not in (1, n) for m, n in zip(reversed(lam_bar.shape[:-1]), reversed(logits.shape[:-2]), strict=False)):
         raise ValueError(f"lam_bar of shape {tuple(lam_bar.shape)} does not broadcast to logits of shape {tuple(logits.shape)}")
-    scores = logits.to(torch.promote_types(logits.dtype, torch.float32)) + lam_bar.log().unsqueeze(-2)
+    scores = at_least_float32(logits) + lam_bar.log().unsqueeze(-2)
     if mask is None:
         return scores.softmax(-1)
     _check_mask(mask, scores)
@@ -68,9 +68,9 @@ def kriging_variance(
 # %% ../nbs/10_kriging.ipynb #56b8390a
 def effective_sample_size(
     w: Float[Tensor, "*batch j"],  # $w$, weights that sum to one over the last axis, [1]
-) -> Float[Tensor, "*batch"]:  # $n$, between 1 and the number of keys, [1]
+) -> Float[Tensor, "*batch"]:  # $n$, between 1 and the number of keys, float32 or wider, [1]
     "Kish's effective sample size $n = 1/\\sum_j w_j^2$, equation (10.7) [@kish1965]; zero where all weights are zero (no key is visible)."
-    kappa = w.square().sum(-1)
+    kappa = at_least_float32(w).square().sum(-1)  # in half precision the squares of small weights vanish
     empty = kappa == 0
     return (1 / kappa.masked_fill(empty, 1)).masked_fill(empty, 0)
 

@@ -31,10 +31,10 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from .attention import Moments, moments_blocked
-from .core import Belief, check_option, check_positive
+from .core import Belief, at_least_float32, check_option, check_positive
 from .dynamics import gated_ffn_jacobian, predict, standardise
 from .encoder import MLPPrecision
-from .kalman import at_least_float32, gain, update
+from .kalman import gain, update
 from .kriging import kriging_variance
 from .layer import reliability
 from .reml import observation_variance, scatter

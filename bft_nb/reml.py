@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from .core import check_positive
+from .core import at_hand, check_positive, wide_dtype
 
 # %% ../nbs/11_reml.ipynb #31e57b31
 def scatter(
@@ -23,14 +23,14 @@ def scatter(
     The shift leaves $S$ as it is and keeps the difference from cancelling; rounding below zero is cut off at zero.
     """
     shift = v[..., :1, :] if shift is None else shift
-    wide = torch.promote_types(torch.promote_types(w.dtype, v.dtype), torch.float32)
+    wide = wide_dtype(w, v)
     w, v = w.to(wide), v.to(wide) - shift.detach().to(wide)
     return (w @ v.square() - (w @ v).square()).clamp_min(0)
 
 # %% ../nbs/11_reml.ipynb #9f727316
-def _check_count(count: Tensor, at_least: float, what: str) -> None:
-    bad = ~(count >= at_least)
-    if bad.any():
+def _check_at_least(count: Tensor, least: float, what: str) -> None:
+    bad = ~(count >= least)
+    if at_hand(count) and bad.any():
         raise ValueError(f"{what}, got {count[bad][0].item()}")
 
 # %% ../nbs/11_reml.ipynb #3b6d0e5a
@@ -42,7 +42,7 @@ def reml_variance(
 
     Raises `ValueError` unless $n > 1$: one value has no scatter. `posterior_scale` has an answer there.
     """
-    _check_count(n_eff, 1 + 1e-6, "n_eff must be above 1 (one value has no scatter)")
+    _check_at_least(n_eff, 1 + 1e-6, "n_eff must be above 1 (one value has no scatter)")
     return S / (1 - 1 / n_eff)
 
 # %% ../nbs/11_reml.ipynb #fd29ff37
@@ -54,7 +54,7 @@ def reml_mean_variance(
 
     Raises `ValueError` unless $T > 1$.
     """
-    _check_count(keys, 1 + 1e-6, "keys must be above 1")
+    _check_at_least(keys, 1 + 1e-6, "keys must be above 1")
     return S / (keys - 1)
 
 # %% ../nbs/11_reml.ipynb #7b87dbfa
@@ -69,7 +69,7 @@ def posterior_scale(
     Raises `ValueError` for $n < 1$ (a query that sees no key has no posterior of this form) or $\\nu_0 \\le 0$.
     """
     check_positive("nu0", nu0)
-    _check_count(n_eff, 1 - 1e-3, "n_eff must be at least 1")
+    _check_at_least(n_eff, 1 - 1e-3, "n_eff must be at least 1")
     return (nu0 * s2_0 + n_eff * S) / (nu0 + n_eff - 1)
 
 # %% ../nbs/11_reml.ipynb #3e72dabc
@@ -86,10 +86,10 @@ def observation_variance(
     """
     check_positive("nu0", nu0)
     bad = ~((kappa > 0) & (kappa <= 1 + 1e-3))
-    if bad.any():
+    if at_hand(kappa) and bad.any():
         raise ValueError(f"kappa must lie in (0, 1], got {kappa[bad][0].item()}: the weights must sum to one and see a key")
     if keys is not None:
-        _check_count(keys, 1.0, "keys must be at least 1")
+        _check_at_least(keys, 1.0, "keys must be at least 1")
         return (nu0 * s2_0 + S) / (nu0 + keys - 1)
     variance = kappa * (nu0 * kappa * s2_0 + S)
     return variance if nu0 == 1 else variance / (nu0 * kappa + 1 - kappa)

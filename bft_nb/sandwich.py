@@ -10,8 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from .core import check_positive, check_precision
-from .kalman import at_least_float32
+from .core import at_least_float32, check_positive, check_precision, wide_dtype
 
 # %% ../nbs/14_sandwich.ipynb #81afbf09
 def signed_weights(
@@ -39,8 +38,9 @@ def signed_kappa(
 def centre(
     b: Float[Tensor, "*batch t j"],  # weights of any sign
     v: Float[Tensor, "*batch j k"],  # values, [v]
-) -> Float[Tensor, "*batch t k"]:  # m, [v]
+) -> Float[Tensor, "*batch t k"]:  # m, float32 or wider, [v]
     "The level around which residuals are taken (14.3): Σ b v/Σ b, moved to the mean under |b| where signs cancel; 0 where all weights are."
+    b, v = (x.to(wide_dtype(b, v)) for x in (b, v))
     size, total, squares = b.abs().sum(-1, keepdim=True), b.sum(-1, keepdim=True), b.square().sum(-1, keepdim=True)
     m0 = (b.abs() @ v) / torch.where(size > 0, size, 1.0)
     largest = torch.maximum(total.square(), squares)
@@ -52,6 +52,12 @@ def _check_values(a: Tensor, v: Tensor) -> None:
         raise ValueError(f"a and v must have the same number of keys, got {a.shape[-1]} and {v.shape[-2]}")
 
 # %% ../nbs/14_sandwich.ipynb #d410f438
+def _first_heard(b: Tensor, v: Tensor) -> Tensor:
+    "The value of the first key that has a weight in some query, (*batch, 1, k), without gradient."
+    first = (b != 0).any(-2, keepdim=True).to(torch.uint8).argmax(-1, keepdim=True)
+    return v.detach().gather(-2, first.expand(*v.shape[:-2], 1, v.shape[-1]))
+
+# %% ../nbs/14_sandwich.ipynb #b9701829
 def sandwich_variance(
     a: Float[Tensor, "*batch t j"],  # relevances, any sign, 0 where masked
     lam_bar: Float[Tensor, "*#batch j"],  # neighbour reliability λ̄ > 0
@@ -62,8 +68,8 @@ def sandwich_variance(
     `ValueError` if the numbers of keys differ."""
     _check_values(a, v)
     b = signed_weights(a, lam_bar)
-    v = at_least_float32(v)
-    v = v - v[..., :1, :].detach()  # residuals do not change; the squares lose less to rounding
+    b, v = (x.to(wide_dtype(b, v)) for x in (b, v))
+    v = v - _first_heard(b, v)  # residuals do not change; the squares lose less to rounding
     m, b2 = centre(b, v), b.square()
     return (b2 @ v.square() - 2 * m * (b2 @ v) + m.square() * b2.sum(-1, keepdim=True)).clamp(min=0)
 

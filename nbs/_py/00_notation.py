@@ -177,7 +177,7 @@ isinstance(w, Float[Tensor, "b h t j"]), isinstance(w, Float[Tensor, "b t d"])
 # | Symbol | Meaning | Unit | First | Whose |
 # |:--|:--|:--|:--|:--|
 # | $a_{tj}$ | weight without softmax, of either sign | [1] | 14 | common |
-# | $N$ | number of keys it is divided by | [1] | 14 | common |
+# | $N$ | constant it is divided by, the longest history | [1] | 14 | common |
 # | $b_{tj}$, $b_j$ | $a_{tj}\bar\lambda_j$ | | 14 | [D] |
 # | $m$, $m_0$ | centre of the values, and its stand-in where signs cancel | [v] | 14 | [D] |
 # | $r_j$ | residual $v_j - m$ | [v] | 14 | common |

@@ -22,6 +22,7 @@
 #| exports
 import math
 from collections.abc import Iterable
+from functools import reduce
 from numbers import Integral
 from typing import Any, NamedTuple
 
@@ -61,6 +62,38 @@ thermometers.precision
 
 
 # %% [markdown]
+# A precision is kept in float32 even when the mean is bfloat16. bfloat16 has eight bits of mantissa: an update that adds less than $1/256$ of the total may be lost, and one below $1/512$ always is.
+
+# %%
+large = torch.tensor(300.0, dtype=torch.bfloat16)
+large + 1 == large
+
+
+# %%
+#| exports
+def wide_dtype(
+    *tensors: Tensor,  # what is computed from
+) -> torch.dtype:  # float32, or the widest among them if that is wider
+    "The dtype in which precisions are kept and computed. `TypeError` for anything but tensors."
+    for x in tensors:
+        if not isinstance(x, Tensor):
+            raise TypeError(f"a tensor is needed, got {x!r}")
+    return reduce(torch.promote_types, (x.dtype for x in tensors), torch.float32)
+
+
+# %%
+#| exports
+def at_least_float32(
+    x: Float[Tensor, "..."],  # any shape and floating dtype
+) -> Float[Tensor, "..."]:  # float32 if `x` was narrower, else as it was
+    "`x` in its `wide_dtype`."
+    return x.to(wide_dtype(x))
+
+
+# %%
+at_least_float32(large).dtype, at_least_float32(large.double()).dtype
+
+# %% [markdown]
 # An ordinary transformer carries only $h$. It is the case in which every feature is known equally well, $\lambda \equiv 1$:
 
 # %%
@@ -69,19 +102,11 @@ def certain(
     mean: Float[Tensor, "*batch d"],  # $h$, [h]
 ) -> Belief:  # λ = 1 in float32 or wider
     "The ordinary transformer's belief: precision one everywhere (the degenerate case of [@bft2026])."
-    return Belief(mean, torch.ones_like(mean, dtype=torch.promote_types(mean.dtype, torch.float32)))
+    return Belief(mean, at_least_float32(torch.ones_like(mean)))
 
 
 # %%
 certain(torch.zeros(2, 3, dtype=torch.bfloat16)).precision.dtype
-
-
-# %% [markdown]
-# The precision stays in float32 even when the mean is bfloat16: bfloat16 has eight bits of mantissa, and an update that adds less than $1/256$ of the total is lost.
-
-# %%
-large = torch.tensor(300.0, dtype=torch.bfloat16)
-large + 1 == large
 
 # %% [markdown]
 # ## Saying no
@@ -95,8 +120,8 @@ def check_precision(
     lam: Float[Tensor, "..."],  # λ, any shape
     name: str = "precision",  # what the message calls it
 ) -> None:
-    "Raise `ValueError` unless every entry is positive and finite (λ is an inverse variance)."
-    if not lam.numel():
+    "Raise `ValueError` unless every entry is positive and finite (λ is an inverse variance). A compiler that traces the call leaves it out."
+    if not lam.numel() or lam.is_meta or torch.compiler.is_compiling():
         return
     low, high = lam.detach().aminmax()  # NaN if one entry is; several times faster than to ask each entry
     if not bool((low > 0) & (high < torch.inf)):
@@ -119,12 +144,21 @@ test_fail(lambda: check_precision(torch.tensor([float("nan")])), contains="got n
 
 # %%
 #| exports
+def at_hand(
+    x: Tensor,  # of any dtype and shape
+) -> bool:
+    "Can the numbers of `x` be looked at for next to nothing? On a CPU, unless a compiler traces the call; an accelerator would have to be waited for."
+    return x.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+# %%
+#| exports
 def check_not_negative(
     x: Float[Tensor, "..."],  # any shape
     name: str,  # what the message calls it
 ) -> None:
-    "Raise `ValueError` for a negative or undefined entry. Looks on the CPU only: an accelerator would have to be waited for."
-    if x.device.type == "cpu" and x.numel() and not torch.compiler.is_compiling() and not bool(x.detach().amin() >= 0):
+    "Raise `ValueError` for a negative or undefined entry, if it is `at_hand`."
+    if at_hand(x) and x.numel() and not bool(x.detach().amin() >= 0):
         raise ValueError(f"{name} must be ≥ 0 everywhere, got {x[~(x >= 0)][0].item()}")
 
 
@@ -148,7 +182,9 @@ def check_floating(
 def check_belief(
     belief: Belief,  # to be checked
 ) -> None:
-    "Raise `ValueError` unless mean and precision have one shape and the precision is positive and finite, `TypeError` unless both are floating point."
+    "Raise `ValueError` unless mean and precision have one shape and the precision is positive and finite, `TypeError` unless it is a Belief of floating-point tensors."
+    if not isinstance(belief, Belief):
+        raise TypeError(f"a Belief is needed, got {type(belief).__name__}")
     for name, x in (("mean", belief.mean), ("precision", belief.precision)):
         check_floating(name, x)
     if belief.mean.shape != belief.precision.shape:
@@ -159,6 +195,26 @@ def check_belief(
 # %%
 test_fail(lambda: check_belief(Belief(torch.zeros(2), torch.ones(3))), contains="(2,) and (3,)")
 check_belief(thermometers)
+
+# %% [markdown]
+# What a layer has computed is finite, or something that went in was not. Again it looks only where looking is free:
+
+
+# %%
+#| exports
+def check_finite(
+    x: Float[Tensor, "..."],  # any shape
+    name: str,  # what the message calls it
+) -> None:
+    "Raise `ValueError` for an infinite or undefined entry, if it is `at_hand`."
+    if at_hand(x) and x.numel():
+        low, high = x.detach().aminmax()
+        if not bool((low > -torch.inf) & (high < torch.inf)):
+            raise ValueError(f"{name} must be finite, got {x[~torch.isfinite(x)][0].item()}")
+
+
+# %%
+test_fail(lambda: check_finite(torch.tensor([0.0, float("nan")]), "v"), contains="v must be finite, got nan")
 
 # %% [markdown]
 # Options are words, and a wrong word is answered with the right ones:
@@ -194,8 +250,8 @@ def check_positive(
     "Raise `ValueError` unless `value` is a finite number above zero (or zero, where that is allowed)."
     number = value.detach() if isinstance(value, Tensor) else value
     try:
-        fits = math.isfinite(number) and (number > 0 or zero and number == 0)
-    except TypeError:
+        fits = not isinstance(value, bool) and math.isfinite(number) and (number > 0 or zero and number == 0)
+    except (TypeError, ValueError):  # a text; a tensor of several numbers
         fits = False
     if not fits:
         raise ValueError(f"{name} must be {'≥ 0' if zero else 'positive'} and finite, got {value!r}")
@@ -228,6 +284,8 @@ def check_flag(
 
 # %%
 test_fail(lambda: check_positive("nu0", float("inf")), contains="got inf")
+test_fail(lambda: check_positive("nu0", torch.ones(2)), contains="got tensor([1., 1.])")
+test_fail(lambda: check_positive("nu0", True), contains="got True")
 test_fail(lambda: check_count("heads", 1.5), contains="got 1.5")
 test_fail(lambda: check_flag("kalman", "false"), contains="got 'false'")
 

@@ -27,7 +27,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from bft_nb.core import check_precision
+from bft_nb.core import at_least_float32, check_precision
 
 # %%
 import matplotlib.pyplot as plt
@@ -131,7 +131,7 @@ def kriging_weights(
         raise ValueError(f"lam_bar needs one entry per key, got {tuple(lam_bar.shape)} for logits of shape {tuple(logits.shape)}")
     if any(m not in (1, n) for m, n in zip(reversed(lam_bar.shape[:-1]), reversed(logits.shape[:-2]), strict=False)):
         raise ValueError(f"lam_bar of shape {tuple(lam_bar.shape)} does not broadcast to logits of shape {tuple(logits.shape)}")
-    scores = logits.to(torch.promote_types(logits.dtype, torch.float32)) + lam_bar.log().unsqueeze(-2)
+    scores = at_least_float32(logits) + lam_bar.log().unsqueeze(-2)
     if mask is None:
         return scores.softmax(-1)
     _check_mask(mask, scores)
@@ -315,9 +315,9 @@ assert_same(left, (*alphas, *lams), lambda *x: kriging_variance(kriging_weights(
 #| exports
 def effective_sample_size(
     w: Float[Tensor, "*batch j"],  # $w$, weights that sum to one over the last axis, [1]
-) -> Float[Tensor, "*batch"]:  # $n$, between 1 and the number of keys, [1]
+) -> Float[Tensor, "*batch"]:  # $n$, between 1 and the number of keys, float32 or wider, [1]
     "Kish's effective sample size $n = 1/\\sum_j w_j^2$, equation (10.7) [@kish1965]; zero where all weights are zero (no key is visible)."
-    kappa = w.square().sum(-1)
+    kappa = at_least_float32(w).square().sum(-1)  # in half precision the squares of small weights vanish
     empty = kappa == 0
     return (1 / kappa.masked_fill(empty, 1)).masked_fill(empty, 0)
 
@@ -461,7 +461,7 @@ torch.testing.assert_close(ordinary_kriging_weights(torch.diag(1 / product)), we
 #
 # **What is lost** without the off-diagonal. Let all pairs of $T$ neighbours share a correlation $\rho$, as paraphrases of one sentence do. Equal weights stay the best, but the variance they have is
 #
-# $$ \operatorname{Var} e = \frac{\sigma^2}{T} \left(1 + (T - 1) \rho\right) \;\to\; \rho\, \sigma^2 , \tag{10.11} $$
+# $$ \operatorname{Var} e = \frac{\sigma^2}{T} \left(1 + (T - 1) \rho\right) \;\xrightarrow{T \to \infty}\; \rho\, \sigma^2 , \tag{10.11} $$
 #
 # and not $\sigma^2/T$: a thousand copies of one opinion are worth $1/\rho$ opinions.
 

@@ -27,7 +27,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from bft_nb.core import check_positive
+from bft_nb.core import at_hand, check_positive, wide_dtype
 
 # %%
 import matplotlib.pyplot as plt
@@ -100,7 +100,7 @@ def scatter(
     The shift leaves $S$ as it is and keeps the difference from cancelling; rounding below zero is cut off at zero.
     """
     shift = v[..., :1, :] if shift is None else shift
-    wide = torch.promote_types(torch.promote_types(w.dtype, v.dtype), torch.float32)
+    wide = wide_dtype(w, v)
     w, v = w.to(wide), v.to(wide) - shift.detach().to(wide)
     return (w @ v.square() - (w @ v).square()).clamp_min(0)
 
@@ -160,7 +160,7 @@ plt.show()
 
 # %% [markdown]
 # The shifted error rises slowly at the right end, where the float32 *values themselves* no longer hold the digits; no formula can restore those.
-# At the left end the shift costs up to half a digit, when the first key happens to be an outlier.
+# At the left end the shift costs up to one digit, when the first key happens to be an outlier.
 #
 # ## What the scatter estimates
 #
@@ -199,9 +199,9 @@ prove(expect(S.subs(noisy)) - sigma**2 * (1 - kappa_3))
 
 # %%
 #| exports
-def _check_count(count: Tensor, at_least: float, what: str) -> None:
-    bad = ~(count >= at_least)
-    if bad.any():
+def _check_at_least(count: Tensor, least: float, what: str) -> None:
+    bad = ~(count >= least)
+    if at_hand(count) and bad.any():
         raise ValueError(f"{what}, got {count[bad][0].item()}")
 
 
@@ -215,7 +215,7 @@ def reml_variance(
 
     Raises `ValueError` unless $n > 1$: one value has no scatter. `posterior_scale` has an answer there.
     """
-    _check_count(n_eff, 1 + 1e-6, "n_eff must be above 1 (one value has no scatter)")
+    _check_at_least(n_eff, 1 + 1e-6, "n_eff must be above 1 (one value has no scatter)")
     return S / (1 - 1 / n_eff)
 
 
@@ -305,7 +305,7 @@ def reml_mean_variance(
 
     Raises `ValueError` unless $T > 1$.
     """
-    _check_count(keys, 1 + 1e-6, "keys must be above 1")
+    _check_at_least(keys, 1 + 1e-6, "keys must be above 1")
     return S / (keys - 1)
 
 
@@ -393,7 +393,7 @@ def posterior_scale(
     Raises `ValueError` for $n < 1$ (a query that sees no key has no posterior of this form) or $\\nu_0 \\le 0$.
     """
     check_positive("nu0", nu0)
-    _check_count(n_eff, 1 - 1e-3, "n_eff must be at least 1")
+    _check_at_least(n_eff, 1 - 1e-3, "n_eff must be at least 1")
     return (nu0 * s2_0 + n_eff * S) / (nu0 + n_eff - 1)
 
 
@@ -485,10 +485,10 @@ def observation_variance(
     """
     check_positive("nu0", nu0)
     bad = ~((kappa > 0) & (kappa <= 1 + 1e-3))
-    if bad.any():
+    if at_hand(kappa) and bad.any():
         raise ValueError(f"kappa must lie in (0, 1], got {kappa[bad][0].item()}: the weights must sum to one and see a key")
     if keys is not None:
-        _check_count(keys, 1.0, "keys must be at least 1")
+        _check_at_least(keys, 1.0, "keys must be at least 1")
         return (nu0 * s2_0 + S) / (nu0 + keys - 1)
     variance = kappa * (nu0 * kappa * s2_0 + S)
     return variance if nu0 == 1 else variance / (nu0 * kappa + 1 - kappa)
@@ -568,7 +568,7 @@ ax.legend()
 plt.show()
 
 # %% [markdown]
-# Neighbours that disagree more than they claim (orange) first *lower* the precision: a second opinion that contradicts the first is worth less than one opinion nobody checked.
+# Neighbours that disagree much more than they claim, with $s^2_{\text{REML}}$ above $2 s_0^2$ (orange), first *lower* the precision: a second opinion that contradicts the first is worth less than one opinion nobody checked.
 # Since $n$ grows with the context, so does $\lambda_{\text{obs}}$: the gain of chapter 12 follows context length. The paper calls this information geometry **[P]**.
 #
 # ## How it fails

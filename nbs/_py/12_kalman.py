@@ -25,7 +25,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from bft_nb.core import Belief, check_not_negative, check_precision
+from bft_nb.core import Belief, at_hand, at_least_float32, check_not_negative, check_precision
 
 # %%
 import matplotlib.pyplot as plt
@@ -133,23 +133,6 @@ prove((h + K_min * z) - mode - K_min * h)
 # So the $\lambda_{\text{obs}}$ of chapter 11, computed for $e$, is the $\lambda_{\text{obs}}$ of (12.1).
 #
 # ## The gain as code
-#
-# The precisions of the library never fall below float32 (chapter 1), so a small helper widens what comes in narrower:
-
-
-# %%
-#| exports
-def at_least_float32(
-    x: Float[Tensor, "..."],  # any shape and floating dtype
-) -> Float[Tensor, "..."]:  # float32 if `x` was narrower, else as it was
-    "Where precisions are computed: bfloat16 would lose updates below 1/256 of the total. `TypeError` unless `x` is a tensor."
-    if not isinstance(x, Tensor):
-        raise TypeError(f"a tensor is needed, got {x!r}")
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-# %%
-at_least_float32(torch.ones(2, dtype=torch.bfloat16)).dtype, at_least_float32(torch.ones(2, dtype=torch.float64)).dtype
 
 
 # %%
@@ -204,7 +187,7 @@ ax.axhline(0, color=COLOUR["prior"], linestyle="--")
 ax.text(1.5e1, 0.04, "keep the prior, K = 0", color=COLOUR["prior"])
 ax.plot([lam_thermometer / lam_room], [share], "o", color=COLOUR["observation"])
 ax.text(7, 0.76, "the thermometer", color=COLOUR["observation"])
-ax.set(xscale="log", xlabel=r"precision ratio $\lambda_{\rm obs}/\lambda$", ylabel="gain K")
+ax.set(xscale="log", xlabel=r"precision ratio $\lambda_{\rm obs}/\lambda$", ylabel="gain K [1]")
 plt.show()
 
 # %% [markdown]
@@ -213,7 +196,7 @@ plt.show()
 # $$h' = h + K \circ e, \qquad \lambda' = \lambda + \lambda_{\text{obs}} \tag{12.4}$$
 #
 # The prior is a belief; what attention delivers is a belief too: an innovation and its precision. The update takes two beliefs and returns one.
-# It checks shapes but not values: it runs in every layer, and looking at values would make a GPU wait. Values are checked once, with `check_belief`, where a user hands them in.
+# It checks shapes, and values only on a CPU: it runs in every layer, and looking at values would make a GPU wait. There they are checked once, with `check_belief`, where a user hands them in.
 
 
 # %%
@@ -227,17 +210,19 @@ def _check_update(prior: Belief, observation: Belief) -> None:
         raise ValueError(f"prior and observation must have one shape, means and precisions alike, got {sorted(shapes)}")
     check_not_negative(prior.precision, "prior precision")
     check_not_negative(observation.precision, "observation precision")
+    if at_hand(prior.precision) and bool(((prior.precision == 0) & (observation.precision == 0)).any()):
+        raise ValueError("prior and observation must not both have precision 0: nothing would be known")
 
 
 # %%
 #| exports
 def update(
     prior: Belief,  # h and λ
-    observation: Belief,  # the innovation e = z − h and its precision λ_obs ≥ 0
+    observation: Belief,  # the innovation e = z − h and its precision λ_obs ≥ 0, where λ is zero above it
 ) -> Belief:  # h' in the dtype of h, λ' in float32 or wider
     """The Kalman update (12.4) of a diagonal belief [@kalman1960; @bft2026].
 
-    `ValueError` if the four tensors do not have one shape or, on a CPU, a precision is negative or NaN."""
+    `ValueError` if the four tensors do not have one shape or, on a CPU, if a precision is negative or NaN or both are zero."""
     _check_update(prior, observation)
     lam, lam_obs = at_least_float32(prior.precision), at_least_float32(observation.precision)
     moved = at_least_float32(prior.mean) + gain(lam, lam_obs) * at_least_float32(observation.mean)
@@ -354,7 +339,7 @@ gain(4 * one, bad_reading), joseph_precision(4 * one, bad_reading, one), 4 + bad
 #
 # ## Assumptions, and where they break
 #
-# - **Independence.** Prior and observation errors are taken as independent. In a transformer both come from the same tokens, layer after layer, so information is counted more than once and $\lambda'$ is too large. Process noise (chapter 13) is what pays for it.
+# - **Independence.** Prior and observation errors are taken as independent. In a transformer both come from the same tokens, layer after layer, and a token attends to itself, so information is counted more than once and $\lambda'$ is too large. Process noise (chapter 13) is what pays for it.
 # - **Unbiasedness.** $z$ measures the same quantity as $h$. Training makes it so, as far as it does.
 # - **Diagonal.** Each feature is updated alone; covariances between features are not tracked **[P]**.
 #

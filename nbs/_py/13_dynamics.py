@@ -29,8 +29,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from bft_nb.core import Belief, check_not_negative, check_precision
-from bft_nb.kalman import at_least_float32
+from bft_nb.core import Belief, at_least_float32, check_not_negative, check_option, check_precision
 
 # %%
 import matplotlib.pyplot as plt
@@ -351,20 +350,13 @@ NORMS = ("layer", "rms")  # kinds of normalisation in front of a branch
 
 # %%
 #| exports
-def _check_norm(norm: str) -> None:
-    if norm not in NORMS:
-        raise ValueError(f"norm must be one of {NORMS}, got {norm!r}")
-
-
-# %%
-#| exports
 def standardise(
     h: Float[Tensor, "*batch d"],  # input of the norm, [h]
     norm: str = "layer",  # "layer" or "rms"
     eps: float = 1e-5,  # added to the mean square, [h²]
 ) -> tuple[Float[Tensor, "*batch d"], Float[Tensor, "*batch 1"]]:  # x̂ (no unit) and 1/s [1/h]
     "What a norm computes before its weight and bias (13.4) [@ba2016; @zhang2019], in float32 or wider. `ValueError` for an unknown norm."
-    _check_norm(norm)
+    check_option("norm", norm, NORMS)
     h = at_least_float32(h)
     centred = h - h.mean(-1, keepdim=True) if norm == "layer" else h
     inv_std = torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
@@ -380,7 +372,7 @@ def norm_jacobian(
     norm: str = "layer",  # "layer" or "rms"
 ) -> Float[Tensor, "*batch d"]:  # diagonal of ∂(γ x̂ + β)/∂h, [1/h]
     "Exact diagonal of the Jacobian of LayerNorm or RMSNorm (13.4, k = i). `ValueError` for an unknown norm."
-    _check_norm(norm)
+    check_option("norm", norm, NORMS)
     shared = 1.0 if norm == "layer" else 0.0
     diagonal = inv_std * (1 - (shared + xhat.square()) / xhat.shape[-1])
     return diagonal if weight is None else diagonal * weight
@@ -449,7 +441,7 @@ def fold_weights(
     if w1.shape != w2.shape[::-1]:
         raise ValueError(f"w1 must be (f, d) and w2 (d, f), got {tuple(w1.shape)} and {tuple(w2.shape)}")
     if norm is not None:
-        _check_norm(norm)
+        check_option("norm", norm, NORMS)
     folded = w1 if norm_weight is None else w1 * norm_weight
     if norm == "layer":
         folded = folded - folded.mean(-1, keepdim=True)
@@ -459,7 +451,7 @@ def fold_weights(
 # %%
 #| exports
 def _behind_norm(direct: Tensor, along: Tensor, norm: str, xhat: Tensor | None, inv_std: Tensor | None) -> Tensor:
-    _check_norm(norm)
+    check_option("norm", norm, NORMS)
     if xhat is None or inv_std is None:
         raise ValueError(f"norm={norm!r} needs xhat and inv_std, got xhat={xhat is not None}, inv_std={inv_std is not None}")
     return inv_std * (direct - xhat * along / xhat.shape[-1])
@@ -661,7 +653,7 @@ steps = torch.arange(60)
 ax.plot(steps, gains(0.0), color=COLOUR["noise"], label="Q = 0")
 for q_value, style in ((0.01, ":"), (0.1, "--"), (1.0, "-")):
     ax.plot(steps, gains(q_value), style, color=COLOUR["posterior"], label=f"Q = {q_value} h²")
-ax.set(xlabel="layers or steps", ylabel="gain K", ylim=(0, 0.7))
+ax.set(xlabel="layers or steps", ylabel="gain K [1]", ylim=(0, 0.7))
 ax.legend(ncols=2)
 plt.show()
 
@@ -831,7 +823,7 @@ fig, ax = plt.subplots()
 for (name, (branch_of, at)), role in zip(BRANCHES.items(), ("posterior", "truth", "baseline", "noise"), strict=True):
     ax.plot(widths, [variance_ratio(branch_of, at, sd) for sd in widths], color=COLOUR[role], label=name)
 ax.axhline(1, color=COLOUR["prior"], linewidth=1)
-ax.set(xscale="log", xlabel="standard deviation of the belief [h]", ylabel="true variance / delta method", ylim=(0, 3.2))
+ax.set(xscale="log", xlabel="standard deviation of the belief [h]", ylabel="true variance / delta method [1]", ylim=(0, 3.2))
 ax.legend(fontsize=8)
 plt.show()
 

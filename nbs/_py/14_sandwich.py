@@ -16,7 +16,7 @@
 
 # %% [markdown]
 # **So far** attention weights were a softmax: positive, summing to one, and the observation was a weighted *mean* with the precision of chapters 10 and 11. **Now** the weights lose both properties.
-# **Why**: one of our backbones, HSTU [@zhai2024], has no softmax. It weighs its neighbours by $a_{tj} = \operatorname{SiLU}(q_t \cdot k_j + \text{bias})/N$, so that ten similar neighbours say more than one. Its output is a sum, and a sum needs a variance of its own.
+# **Why**: one of our backbones, HSTU [@zhai2024], has no softmax. It weighs its neighbours by $a_{tj} = \operatorname{SiLU}(q_t \cdot k_j + \text{bias})/N$ with a constant $N$, the longest history, so that ten similar neighbours say more than one. Its output is a sum, and a sum needs a variance of its own.
 # The paper names the tool, the sandwich estimator **[P]** [@bft2026; @huber1967; @white1980]; the exact form is ours **[D]**.
 
 # %%
@@ -25,8 +25,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from bft_nb.core import check_positive, check_precision
-from bft_nb.kalman import at_least_float32
+from bft_nb.core import at_least_float32, check_positive, check_precision, wide_dtype
 
 # %%
 import matplotlib.pyplot as plt
@@ -40,7 +39,7 @@ from bft_nb.symbolic import assert_same, prove
 # %% [markdown]
 # ## The smallest case
 #
-# A room has three neighbours. They report how much warmer than expected they are, 0.4, 0.1 and 3.0 °C, and the room finds them relevant by logits 2, 1 and −1. SiLU, divided by the number of keys $N = 3$, gives the relevances
+# A room has three neighbours. They report how much warmer than expected they are, 0.4, 0.1 and 3.0 °C, and the room finds them relevant by logits 2, 1 and −1. SiLU, divided by $N = 3$, gives the relevances
 
 # %%
 a_room = F.silu(torch.tensor([[2.0, 1.0, -1.0]])) / 3
@@ -63,10 +62,10 @@ b_room @ v_room
 
 
 # %% [markdown]
-# It is not a mean: the weights sum to 0.86, and a second set of the same neighbours would double it. With $\bar\lambda \equiv 1$ it is HSTU's own attention, the degenerate case.
-# (A factor common to all $\bar\lambda$ scales $e$; HSTU normalises the sum right after, which removes it. It also settles the unit: measured against a typical key, $\bar\lambda$ and $b$ are pure numbers, and $e$ is in [v] like the values.)
+# It is not a mean: the weights sum to 0.86, and a second set of the same neighbours, with $N$ as it is, would double it. With $\bar\lambda \equiv 1$ it is HSTU's own attention, the degenerate case.
+# (A factor common to all $\bar\lambda$ scales $e$; HSTU normalises the sum right after, which removes it. It also settles the unit: measured against a typical key, $\bar\lambda$ and $b$ are pure numbers, and $e$ is in [v] like the values. What a key then claims as its variance, $1/\bar\lambda_j$, is in units of the typical key's, here 1 °C².)
 #
-# How well is $e$ known? A formula that knows only $\bar\lambda$ sees nothing odd in the third neighbour. The data do: it lies far from the two others. The sandwich looks at the data.
+# How well is $e$ known? A formula that knows only $\bar\lambda$ believes the labels, whatever the neighbours say. The sandwich looks at what they say: the two that count agree, and the third lies far off.
 #
 # ## The variance of a weighted sum
 #
@@ -80,7 +79,6 @@ b_room @ v_room
 # The name comes from regression. Fit a constant to the $v_j$ by weighted least squares with weights $b_j$: the design $X$ is a column of ones, the "bread" is $(X^\top W X)^{-1}$, the "filling" $X^\top W \operatorname{diag}(r_j^2)\, W X$. The fitted constant is $m$, and its sandwich variance, times $(\sum_j b_j)^2$ because $e = m \sum_j b_j$, is (14.1):
 
 # %%
-n = 3
 b = sp.symbols("b1:4", nonzero=True)
 v = sp.symbols("v1:4", real=True)
 B, B2 = sum(b), sum(x**2 for x in b)
@@ -88,7 +86,7 @@ m = sum(x * y for x, y in zip(b, v, strict=True)) / B
 residual = [x - m for x in v]
 
 # %%
-X, W = sp.ones(n, 1), sp.diag(*b)
+X, W = sp.ones(3, 1), sp.diag(*b)
 bread = (X.T * W * X).inv()
 filling = X.T * W * sp.diag(*(r**2 for r in residual)) * W * X
 sandwich = sum(x**2 * r**2 for x, r in zip(b, residual, strict=True))
@@ -159,8 +157,9 @@ def signed_kappa(
 def centre(
     b: Float[Tensor, "*batch t j"],  # weights of any sign
     v: Float[Tensor, "*batch j k"],  # values, [v]
-) -> Float[Tensor, "*batch t k"]:  # m, [v]
+) -> Float[Tensor, "*batch t k"]:  # m, float32 or wider, [v]
     "The level around which residuals are taken (14.3): Σ b v/Σ b, moved to the mean under |b| where signs cancel; 0 where all weights are."
+    b, v = (x.to(wide_dtype(b, v)) for x in (b, v))
     size, total, squares = b.abs().sum(-1, keepdim=True), b.sum(-1, keepdim=True), b.square().sum(-1, keepdim=True)
     m0 = (b.abs() @ v) / torch.where(size > 0, size, 1.0)
     largest = torch.maximum(total.square(), squares)
@@ -202,6 +201,14 @@ def _check_values(a: Tensor, v: Tensor) -> None:
 
 # %%
 #| exports
+def _first_heard(b: Tensor, v: Tensor) -> Tensor:
+    "The value of the first key that has a weight in some query, (*batch, 1, k), without gradient."
+    first = (b != 0).any(-2, keepdim=True).to(torch.uint8).argmax(-1, keepdim=True)
+    return v.detach().gather(-2, first.expand(*v.shape[:-2], 1, v.shape[-1]))
+
+
+# %%
+#| exports
 def sandwich_variance(
     a: Float[Tensor, "*batch t j"],  # relevances, any sign, 0 where masked
     lam_bar: Float[Tensor, "*#batch j"],  # neighbour reliability λ̄ > 0
@@ -212,8 +219,8 @@ def sandwich_variance(
     `ValueError` if the numbers of keys differ."""
     _check_values(a, v)
     b = signed_weights(a, lam_bar)
-    v = at_least_float32(v)
-    v = v - v[..., :1, :].detach()  # residuals do not change; the squares lose less to rounding
+    b, v = (x.to(wide_dtype(b, v)) for x in (b, v))
+    v = v - _first_heard(b, v)  # residuals do not change; the squares lose less to rounding
     m, b2 = centre(b, v), b.square()
     return (b2 @ v.square() - 2 * m * (b2 @ v) + m.square() * b2.sum(-1, keepdim=True)).clamp(min=0)
 
@@ -222,10 +229,12 @@ def sandwich_variance(
 sandwich_variance(a_room, lam_bar_room, v_room)
 
 # %% [markdown]
-# The shift by the first key changes no residual, but keeps the expanded square from subtracting large numbers: temperatures in kelvin give the same variance as in °C. (The first key, and not the mean of all keys, so that no later token reaches an earlier one even through rounding.)
+# The shift by the first key changes no residual, but keeps the expanded square from subtracting large numbers: temperatures in kelvin give the same variance as in °C. (The first key that is heard at all, for a masked one may say anything; and not the mean of all keys, so that no later token reaches an earlier one even through rounding.)
 
 # %%
 torch.testing.assert_close(sandwich_variance(a_room, lam_bar_room, v_room + 273.15), sandwich_variance(a_room, lam_bar_room, v_room), rtol=1e-3, atol=0)
+with_mute = sandwich_variance(F.pad(a_room, (1, 0)), F.pad(lam_bar_room, (1, 0), value=1.0), F.pad(v_room, (0, 0, 1, 0), value=1e6))
+torch.testing.assert_close(with_mute, sandwich_variance(a_room, lam_bar_room, v_room))
 
 
 # %% [markdown]
@@ -313,7 +322,15 @@ prove((1 - 2 * count * count**-3 / (1 / count) + 1 / count) - (1 - 1 / count))
 
 
 # %% [markdown]
-# We divide by $1 - \kappa$ in both chapters **[D]**: it needs no third moment of the weights. Exercise 2 corrects each residual by its own leverage instead.
+# For other positive weights the true factor is smaller than $1 - \kappa$, by twice the variance of a weight, taken under the weights, relative to its mean:
+#
+# $$\Big(1 - \kappa\Big) - \Big(1 - \frac{2}{\kappa}\sum_j w_j^3 + \kappa\Big) = \frac2\kappa \operatorname{Var}_w(w_j) \ge 0$$
+
+# %%
+prove((1 - kappa) - shortfall - 2 / kappa * mean_w([(x - kappa) ** 2 for x in w]))
+
+# %% [markdown]
+# We divide by $1 - \kappa$ in both chapters **[D]**: it needs no third moment of the weights, and it corrects for a part of the shortfall only, most of it where weights are alike. What is left errs on the side of confidence. Exercise 2 corrects each residual by its own leverage instead.
 #
 # ## The same conjugate prior
 #
@@ -322,6 +339,14 @@ prove((1 - 2 * count * count**-3 / (1 / count) + 1 / count) - (1 - 1 / count))
 # %%
 claim = sum(x**2 * y for x, y in zip(a_sym, lam_bar_sym, strict=True))
 prove(sum((x * y) ** 2 / y for x, y in zip(a_sym, lam_bar_sym, strict=True)) - claim)
+
+# %% [markdown]
+# On softmax weights this is not quite chapter 11's claim $\kappa s_0^2$. The two differ as $V$ and $\kappa S$ do in (14.4), by a covariance under the weights, $V_0 - \kappa s_0^2 = \operatorname{Cov}_w(w_j, 1/\bar\lambda_j)$, which is zero where weights or reliabilities are equal, and negative where the weight goes to the reliable **[D]**:
+
+# %%
+claims = [1 / x for x in lam_bar_sym]
+s2_0 = mean_w(claims)
+prove(sum(x**2 * y for x, y in zip(w, claims, strict=True)) - kappa * s2_0 - mean_w([(x - kappa) * (y - s2_0) for x, y in zip(w, claims, strict=True)]))
 
 # %% [markdown]
 # Chapter 11 arrives at $\operatorname{Var}(e) = \kappa\,(\nu_0 \kappa s_0^2 + S)/(\nu_0\kappa + 1 - \kappa)$, its (11.9). There, the data give $\kappa S$ for the variance of $e$ and the prior claims $\kappa s_0^2$. Here they give $V$ and $V_0$, and the same formula reads **[D]**
@@ -376,6 +401,9 @@ assert_same(posterior, (V, V0, k, nu0), lambda V, V0, k, nu0: torch.stack([poste
 V_room, V0_room = sandwich_variance(a_room, lam_bar_room, v_room), claimed_variance(a_room, lam_bar_room)
 V0_room, V_room, posterior_variance(V_room, V0_room, signed_kappa(b_room))
 
+# %% [markdown]
+# The residuals are kinder than the labels: the two neighbours that count agree within 0.3 °C, where the labels allow for a degree each. More than half of $V$ is the third neighbour's, for all its small weight. With fewer than two effective neighbours the prior has the last word.
+
 # %%
 one_key = torch.tensor([[0.7]])
 only_prior = posterior_variance(sandwich_variance(one_key, torch.tensor([4.0]), v_room[:1]), claimed_variance(one_key, torch.tensor([4.0])), signed_kappa(one_key))
@@ -417,7 +445,7 @@ for ratios, role, label in ((model, "baseline", "model-based"), (robust, "poster
     ratios = torch.stack(ratios)
     band(ax, strengths, ratios.mean(1), ratios.std(1), role, label)
 ax.axhline(1, color=COLOUR["truth"], linestyle="--", label="truth")
-ax.set(xlabel="exponent g: noise variance grows as |weight| to the g", ylabel="estimated / true variance", ylim=(0, 3))
+ax.set(yscale="log", xlabel="exponent g: noise variance grows as |weight| to the g", ylabel="estimated / true variance [1]", ylim=(0.1, 50))
 ax.legend()
 plt.show()
 
@@ -443,7 +471,7 @@ shortfall_48
 #
 # - **Independent values.** Correlated neighbours make every variance of a sum too small; the sandwich does not know.
 # - **One common mean.** Keys that disagree because they mean different things count as noise. For attention that is often wanted: disagreement is a reason to listen less.
-# - **Many keys.** With few effective keys the estimate is noisy and short; the prior carries it.
+# - **Many keys.** With few effective keys the estimate is noisy and short, and $1 - \kappa$ makes up for only a part of that; the prior carries it.
 # - **Cancelling signs.** Below $n = 1$ the centre is a convention (14.3).
 #
 # ## Summary

@@ -22,14 +22,13 @@
 # %%
 #| exports
 from collections.abc import Callable
-from functools import reduce
 from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from bft_nb.core import check_floating, check_option, check_positive, check_precision
+from bft_nb.core import check_finite, check_floating, check_option, check_positive, check_precision, wide_dtype
 from bft_nb.kriging import kriging_mean, kriging_variance, kriging_weights
 from bft_nb.reml import observation_variance, scatter
 
@@ -75,7 +74,7 @@ def visible_keys(
     mask: Bool[Tensor, "#b #h #t j"] | None,  # True where a query may look at a key
     is_causal: bool,  # query t sees keys j ≤ t only
     queries: int,  # T
-    keys: int,  # J
+    keys: int,  # number of keys, seen or not
 ) -> Int[Tensor, "#b #h t"]:
     "How many keys each query may look at."
     if mask is None:
@@ -366,7 +365,7 @@ def _origin(v: Tensor, mask: Tensor | None) -> Tensor:
 
 
 # %% [markdown]
-# A floating-point mask is added to the logits, as in torch; minus infinity hides a key.
+# A floating-point mask is added to the logits, as in torch. Minus infinity hides a key, and so does the least number of the mask's dtype, which some libraries write instead: a key with such a logit must not be counted among the visible.
 
 # %%
 #| exports
@@ -378,7 +377,7 @@ def _split_mask(mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         raise TypeError(f"mask must be boolean (True = may be seen) or floating point (added to the logits), got {getattr(mask, 'dtype', mask)}")
     if mask.requires_grad:
         raise ValueError("mask requires a gradient, which no implementation of observe gives: pass mask.detach()")
-    hidden = mask == -torch.inf
+    hidden = mask <= max(HIDDEN, torch.finfo(mask.dtype).min)
     return (~hidden if hidden.any() else None), mask.masked_fill(hidden, 0)
 
 
@@ -396,17 +395,17 @@ def _without_evidence(m: Moments, seen: Bool[Tensor, "#b #h t"]) -> Moments:
 
 
 # %% [markdown]
-# Looking for a NaN in every input would take longer than it is worth. The weights tell: where $\kappa$ is no number, and only then, the culprit is looked for.
+# Looking for a NaN in every input would take longer than it is worth. The result tells: where a variance is no number, and only then, the culprit is looked for. (On a CPU; an accelerator would have to be waited for.)
 
 # %%
 #| exports
-def _blame(lam_bar: Tensor, **inputs: Tensor | None) -> None:
-    "Raise `ValueError` naming the input that made the weights undefined."
+def _blame(lam_bar: Tensor, kappa: Tensor, **inputs: Tensor | None) -> None:
+    "Raise `ValueError` naming the input that made an observation undefined."
     check_precision(lam_bar, "lam_bar")
     for name, x in inputs.items():
-        if x is not None and not torch.isfinite(x).all():
-            raise ValueError(f"{name} must be finite, got {x[~torch.isfinite(x)][0].item()}")
-    raise ValueError("q and k must be small enough for finite logits: their products overflow")
+        if x is not None: check_finite(x, name)
+    check_finite(kappa, "q and k must be small enough for finite logits, but their products overflow: the effective sample size")
+    raise ValueError("v must be small enough for finite squares, but they overflow")
 
 
 # %%
@@ -434,7 +433,7 @@ def observe(
     _check_shapes(q, k, v, lam_bar, mask, is_causal)
     counts = visible_keys(visible, is_causal, q.shape[2], k.shape[2]).to(q.device)
     with torch.autocast(q.device.type, enabled=False):
-        wide = reduce(torch.promote_types, (x.dtype for x in (q, k, v, lam_bar)), torch.float32)
+        wide = wide_dtype(q, k, v, lam_bar)
         q, k, bias = q.to(wide) * (q.shape[-1] ** -0.5 if scale is None else scale), k.to(wide), None if bias is None else bias.to(wide)
         origin = (_origin(v, visible) if shift is None else shift.detach()).to(wide)
         moments = IMPLEMENTATIONS[impl](q, k, v.to(wide) - origin, lam_bar.to(wide)[:, None], visible, bias, is_causal, resolution == "diagonal")
@@ -445,8 +444,9 @@ def observe(
         keys = counts.clamp_min(1).to(kappa.dtype).unsqueeze(-1) if weights == "precision" else None
         try:
             variance = observation_variance(s, kappa.unsqueeze(-1), s2_0.unsqueeze(-1), nu0, keys)
+            check_finite(variance, "variance")
         except ValueError:
-            _blame(lam_bar, q=q, k=k, mask=bias)
+            _blame(lam_bar, kappa, q=q, k=k, v=v, mask=bias)
         return Observation((e + origin).to(v.dtype), variance.reciprocal(), seen / kappa)
 
 
@@ -572,6 +572,7 @@ test_fail(lambda: observe(one, one, one, torch.ones(1, 3), resolution="full"), c
 #
 # - *Reliability is one number per token.* $\bar\lambda_j$ averages the precision over features **[P]**; a token that is sure of half its features and unsure of the rest looks like one that is half sure of all.
 # - *The reliability of $h_j$ stands for that of $v_j = W_V\,\mathrm{norm}(h_j)$.* The value projection mixes and rescales features. That the scale is wrong matters little where scatter dominates ($\kappa S$ against $\kappa^2 s_0^2$), and the learned initial precision can absorb it **[D]**.
+# - *A token is one of its own neighbours.* It sees itself, so its own precision comes back as part of the observation, and the update counts it twice: a token alone, certain by 7, observes with precision 7 and believes by 14, at a gain of one half. The paper's attention keeps the diagonal, as the transformer does **[P]**; to leave it out one passes a mask.
 # - *No dropout on the weights.* Dropping weights breaks $\sum_j w_{tj} = 1$, on which unbiasedness (chapter 10) rests: the layer of chapter 22 drops features of $e_t$ instead **[D]**.
 # - The blocked rung has no second derivative, and gives no gradient to a floating-point mask; it says so.
 #

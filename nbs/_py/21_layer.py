@@ -87,7 +87,12 @@ weights, covariance = sp.Matrix([[w1, w2]]), sp.Matrix([[s1**2, rho * s1 * s2], 
 prove((weights * covariance * weights.T)[0] - (w1**2 * s1**2 + w2**2 * s2**2 + 2 * rho * w1 * w2 * s1 * s2))
 
 # %% [markdown]
-# With $\rho = 0$ this is (21.2). In the isotropic resolution (chapter 20) all dimensions of a head share a variance, and their squared weights can be summed first: a $d \times H$ matrix instead of $d\times d$.
+# With $\rho = 0$ this is (21.2). A row of zeros in $W_O$, at which some networks start, makes $o_i$ a constant, known for certain; its variance is kept above $10^{-12}$ **[D]**, so that its gain is one and not $\infty/\infty$. In the isotropic resolution (chapter 20) all dimensions of a head share a variance, and their squared weights can be summed first: a $d \times H$ matrix instead of $d\times d$.
+
+
+# %%
+#| exports
+LEAST_VARIANCE = 1e-12  # of an observation in the residual stream, [h²]
 
 
 # %%
@@ -97,13 +102,13 @@ def project(
     weight: Float[Tensor, "d hk"],  # W_O
     bias: Float[Tensor, "d"] | None = None,  # b_O
 ) -> Belief:  # e and λ_obs in the residual stream, (b, t, d)
-    "Heads to residual stream: means through W_O, variances through its square, (21.2)."
+    "Heads to residual stream: means through W_O, variances through its square, at least `LEAST_VARIANCE`, (21.2)."
     mean = F.linear(observation.mean.transpose(1, 2).flatten(2), weight, bias)
     squared = weight.to(observation.precision.dtype).square()
     if observation.precision.shape[-1] == 1:
         squared = squared.unflatten(1, (observation.mean.shape[1], -1)).sum(-1)
     variance = observation.precision.reciprocal().transpose(1, 2).flatten(2)
-    return Belief(mean, F.linear(variance, squared).reciprocal())
+    return Belief(mean, F.linear(variance, squared).clamp_min(LEAST_VARIANCE).reciprocal())
 
 
 # %% [markdown]
@@ -123,6 +128,13 @@ def projected(heads, w1, w2, *variances):  # numbers
 # %%
 assert_same(1 / (w1**2 * v1 + w2**2 * v2), (w1, w2, v1, v2), torch.vmap(lambda *x: projected(2, *x)))
 assert_same(1 / ((w1**2 + w2**2) * v1), (w1, w2, v1), torch.vmap(lambda *x: projected(1, *x)))
+
+# %% [markdown]
+# A row of zeros says its bias, and is sure of it:
+
+# %%
+closed = project(Observation(torch.ones(1, 1, 1, 2), torch.ones(1, 1, 1, 2), torch.ones(1, 1, 1)), torch.tensor([[1.0, 1.0], [0.0, 0.0]]), torch.tensor([0.0, 3.0]))
+update(certain(torch.zeros(1, 1, 2)), closed).mean
 
 # %% [markdown]
 # ## The step

@@ -31,9 +31,9 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from bft_nb.attention import check_options, observe
-from bft_nb.core import Belief, certain, check_belief, check_count, check_flag, check_option, check_positive
-from bft_nb.dynamics import ffn_jacobian, predict, standardise
-from bft_nb.kalman import at_least_float32, update
+from bft_nb.core import Belief, at_least_float32, certain, check_belief, check_count, check_flag, check_option, check_positive
+from bft_nb.dynamics import activation_and_slope, ffn_jacobian, predict, standardise
+from bft_nb.kalman import update
 from bft_nb.layer import Step, normalise, project, reliability
 
 # %%
@@ -96,11 +96,11 @@ class ItemPrecision(nn.Module):
 
 
 # %% [markdown]
-# It can start from log item frequency **[P]**. A reason for it: what has been seen often is known well (the mean of $n$ readings has a precision proportional to $n$, chapter 10), and the logarithm keeps rare items within reach of training. Here for items seen 1, 10 and 1,000 times:
+# It can start from log item frequency **[P]**. A reason for it: what has been seen often is known well (the mean of $n$ readings has a precision proportional to $n$, chapter 10), and the logarithm keeps rare items within reach of training. The 2 inside it leaves something to an item never seen. Here for items seen 0, 10 and 1,000 times:
 
 # %%
-counts = torch.tensor([1.0, 10.0, 1000.0])
-ItemPrecision(3, (1 + counts).log()).tau.detach()
+counts = torch.tensor([0.0, 10.0, 1000.0])
+ItemPrecision(3, (2 + counts).log()).tau.detach()
 
 # %% [markdown]
 # It is a start, not a result: the paper finds that rare items *end* with the higher precision **[P]**. The other two ways:
@@ -295,13 +295,12 @@ def _observe_branch(layer: nn.TransformerEncoderLayer, belief: Belief, mask: Ten
 #| exports
 def _predict_branch(layer: nn.TransformerEncoderLayer, belief: Belief, carry: bool) -> Belief:
     "The prediction; with `carry=False`, where nobody reads it, the precision stays as it was."
-    a = layer.linear1(layer.norm2(belief.mean) if layer.norm_first else belief.mean)
+    a, jac = layer.linear1(layer.norm2(belief.mean) if layer.norm_first else belief.mean), torch.zeros(())
+    if carry and layer.jacobian != "none":  # before the activation, which may overwrite a
+        with torch.set_grad_enabled(torch.is_grad_enabled() and layer.jacobian == "full"):
+            jac = _network_jacobian(layer, belief.mean, a)
     delta = layer.dropout2(layer.linear2(layer.dropout(layer.activation(a))))
-    if not carry:
-        return Belief(belief.mean + delta, belief.precision)
-    with torch.set_grad_enabled(torch.is_grad_enabled() and layer.jacobian == "full"):
-        jac = torch.zeros(()) if layer.jacobian == "none" else _network_jacobian(layer, belief.mean, a)
-    return predict(belief, delta, jac, layer.process_noise)
+    return predict(belief, delta, jac, layer.process_noise) if carry else Belief(belief.mean + delta, belief.precision)
 
 
 # %%
@@ -326,7 +325,8 @@ class BFTEncoderLayer(nn.TransformerEncoderLayer):
     """A filter step with torch's encoder-layer interface: tensor in, tensor out; `Belief` in, `Belief` out [@bft2026].
 
     Arguments up to `dtype` are `torch.nn.TransformerEncoderLayer`'s. Dropout acts on e and on the network, never on the
-    kriging weights, which must sum to one. Raises `ValueError` for options out of range."""
+    kriging weights, which must sum to one. To stack layers, use `BFTEncoder` or hand on a `Belief`: every layer that gets a
+    tensor starts from λ = 1. Raises `ValueError` for options out of range."""
 
     def __init__(
         self,
@@ -334,7 +334,7 @@ class BFTEncoderLayer(nn.TransformerEncoderLayer):
         nhead: int,
         dim_feedforward: int = 2048,
         dropout: float = 0.1,
-        activation: str | Callable[[Tensor], Tensor] = F.relu,
+        activation: str | Callable[[Tensor], Tensor] = F.relu,  # or a name of chapter 13: torch's two, "gelu_tanh", "silu"
         layer_norm_eps: float = 1e-5,
         batch_first: bool = False,
         norm_first: bool = False,
@@ -342,7 +342,7 @@ class BFTEncoderLayer(nn.TransformerEncoderLayer):
         device=None,
         dtype=None,
         *,
-        kriging: bool = True,  # weigh keys by reliability; False: plain attention weights
+        kriging: bool = True,  # weigh keys by reliability; False: λ̄ = 1 for all, in the weights and in what they claim
         kalman: bool = True,  # gain λ_obs/(λ + λ_obs); False: the mean takes gain one, the plain residual; the precision goes on as before
         jacobian: str = "detached",  # J of the network: "full", "detached" (no gradient through it) or "none" (J = 0)
         process_noise: float = 0.1,  # Q at the start, per feature, ≥ 0 [h²]; 0: none, and not learned
@@ -357,6 +357,7 @@ class BFTEncoderLayer(nn.TransformerEncoderLayer):
         check_positive("process_noise", process_noise, zero=True)
         check_option("jacobian", jacobian, ("detached", "full", "none"))
         check_options(resolution, weights, nu0, impl)
+        activation = activation_and_slope(activation)[0]
         super().__init__(d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps, batch_first, norm_first, bias, device, dtype)
         self.activation_relu_or_gelu = 0  # or torch's own encoder would hand over nested tensors
         self.batch_first = batch_first
@@ -526,6 +527,7 @@ test_fail(lambda: ItemPrecision(3, -1.0), contains="positive")
 # - Gradients do not flow through the Jacobian by default (`jacobian="full"` lets them): the network is trained for its prediction, not for making its own slope small **[D]**, and it is cheaper.
 # - The Jacobian is that of the network without dropout.
 # - With `kalman=False` the gain is off its optimum, and by Joseph's form (12.5) only $\lambda_{\text{obs}}$ would be left of the precision. The option changes the mean alone, so that an ablation changes one thing **[D]**; the `gain` of `Step` then is the gain that was not applied.
+# - `kriging=False` takes reliability out of attention altogether: the weights are plain, and the prior of $\lambda_{\text{obs}}$ (chapter 11) knows no reliability either. With both switches off the second has no effect **[D]**.
 # - Dropout acts on $e$, not on the weights; a comparison with torch's layer must keep that difference in mind, and the recommendation experiment has a row for it.
 #
 # ## Summary

@@ -43,11 +43,11 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from bft_nb.attention import NO_EVIDENCE, Observation
-from bft_nb.core import Belief, check_count, check_flag, check_option, check_positive
+from bft_nb.core import Belief, at_least_float32, check_count, check_flag, check_option, check_positive
 from bft_nb.dynamics import norm_jacobian, propagate, standardise
 from bft_nb.encoder import BFTEncoder, BFTEncoderLayer, ConstantPrecision, ItemPrecision, MLPPrecision
-from bft_nb.kalman import at_least_float32, update
-from bft_nb.layer import Step, normalise, reliability
+from bft_nb.kalman import update
+from bft_nb.layer import LEAST_VARIANCE, Step, normalise, reliability
 from bft_nb.sandwich import posterior_variance
 
 # %% [markdown]
@@ -936,12 +936,7 @@ seen.n_eff[0, 0].detach(), seen.mean[0, 0, :, 0].detach(), seen.precision[0, 0, 
 #
 # $$1/\lambda_{obs} = (W_O \circ W_O)\big((J \circ u)^2 \circ V\big) \tag{31.7}$$
 #
-# It is kept above $10^{-12}$, so that a closed gate gives a large precision and no infinite one. A head all of whose relevances vanish says zero for certain; if all heads do, nothing was observed.
-
-# %%
-#| exports
-LEAST_VARIANCE = 1e-12  # of an observation in the residual stream, [h²]
-
+# It is kept above $10^{-12}$, as in chapter 21, so that a closed gate gives a large precision and no infinite one. A head all of whose relevances vanish says zero for certain; if all heads do, nothing was observed.
 
 # %%
 #| exports

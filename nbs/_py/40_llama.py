@@ -68,10 +68,10 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from bft_nb.attention import Moments, moments_blocked
-from bft_nb.core import Belief, check_option, check_positive
+from bft_nb.core import Belief, at_least_float32, check_option, check_positive
 from bft_nb.dynamics import gated_ffn_jacobian, predict, standardise
 from bft_nb.encoder import MLPPrecision
-from bft_nb.kalman import at_least_float32, gain, update
+from bft_nb.kalman import gain, update
 from bft_nb.kriging import kriging_variance
 from bft_nb.layer import reliability
 from bft_nb.reml import observation_variance, scatter
