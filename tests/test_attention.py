@@ -127,6 +127,16 @@ def test_nothing_visible_is_no_evidence():
     assert_close(seen.precision, torch.full_like(seen.precision, 1 / NO_EVIDENCE))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_least_number_of_a_mask_hides_as_minus_infinity_does(dtype):
+    q, k, v, lam_bar = draw(dtype=torch.float32)
+    hidden = torch.rand(2, 1, 7, 7, generator=torch.Generator().manual_seed(1)) < 0.4
+    least, infinite = (torch.zeros(2, 1, 7, 7, dtype=dtype).masked_fill(hidden, x) for x in (torch.finfo(dtype).min, -torch.inf))
+    for weights in ("reliability", "precision"):
+        for got, want in zip(observe(q, k, v, lam_bar, mask=least, weights=weights), observe(q, k, v, lam_bar, mask=infinite, weights=weights), strict=True):
+            assert_close(got, want)
+
+
 @pytest.mark.parametrize("offset", [1e3, torch.tensor([1e3, -500.0, 0.0, 30.0])])
 def test_scatter_does_not_feel_an_offset_in_float32(offset):
     q, k, v, lam_bar = draw(2, 2, 40, 4, torch.float32)

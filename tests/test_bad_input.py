@@ -39,7 +39,7 @@ def without_the_shape_checker(monkeypatch):
 ONE = torch.ones(3)
 
 
-@pytest.mark.parametrize("value", [nan, inf, -1, 0, "1", None])
+@pytest.mark.parametrize("value", [nan, inf, -1, 0, "1", None, True, torch.ones(2)])
 def test_numbers(value):
     with pytest.raises(ValueError, match="nu0 must be positive and finite, got "):
         check_positive("nu0", value)
@@ -69,6 +69,8 @@ def test_counts_and_flags():
         (lambda: update(Belief(ONE, -ONE), Belief(ONE, ONE)), ValueError, "prior precision must be ≥ 0 everywhere, got -1.0"),
         (lambda: update(Belief(ONE, ONE), Belief(ONE, nan * ONE)), ValueError, "observation precision must be .* got nan"),
         (lambda: update((ONE, ONE), Belief(ONE, ONE)), TypeError, "two Beliefs, got tuple"),
+        (lambda: update(Belief(ONE, 0 * ONE), Belief(ONE, 0 * ONE)), ValueError, "must not both have precision 0"),
+        (lambda: check_belief((ONE, ONE)), TypeError, "a Belief is needed, got tuple"),
         (lambda: joseph_precision(ONE, 0 * ONE, ONE), ValueError, "lam_obs must be positive"),
         (lambda: propagate(-ONE, ONE, ONE), ValueError, "precision must be ≥ 0"),
         (lambda: propagate(ONE, ONE, -ONE), ValueError, "process noise must be ≥ 0 everywhere, got -1.0"),
@@ -95,6 +97,11 @@ def attend(**change):
     [
         (dict(lam_bar=torch.tensor([[1.0, 1.0, -2.0, 1.0]])), ValueError, "lam_bar must be positive and finite everywhere, got -2.0"),
         (dict(lam_bar=torch.full((1, 4), nan)), ValueError, "lam_bar must be positive and finite everywhere, got nan"),
+        (dict(lam_bar=torch.tensor([[1.0, 0.0, 1.0, 1.0]])), ValueError, "lam_bar must be positive and finite everywhere, got 0.0"),
+        (dict(lam_bar=torch.tensor([[1.0, 0.0, 1.0, 1.0]]), mask=torch.tensor([True, False, True, True])[None, None, None]), ValueError, "lam_bar must be positive"),
+        (dict(v=torch.full((1, 2, 4, 3), nan)), ValueError, "v must be finite, got nan"),
+        (dict(v=torch.full((1, 2, 4, 3), -inf)), ValueError, "v must be finite, got -inf"),
+        (dict(v=torch.randn(1, 2, 4, 3) * 1e30), ValueError, "v must be small enough for finite squares"),
         (dict(lam_bar=torch.ones(1, 4).long()), TypeError, "lam_bar must be a floating-point tensor, got torch.int64"),
         (dict(q=torch.full((1, 2, 4, 3), nan)), ValueError, "q must be finite, got nan"),
         (dict(k=torch.full((1, 2, 4, 3), inf)), ValueError, "k must be finite, got inf"),

@@ -153,6 +153,20 @@ def test_jacobian_of_the_network_is_autograds(jacobian):
     assert_close(step.predicted.precision[0], want)
 
 
+@pytest.mark.parametrize("name", ["silu", "gelu_tanh"])
+def test_activations_by_name_and_in_place(name):
+    torch.manual_seed(0)
+    layers = [BFTEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True, norm_first=True, activation=name)]
+    if name == "silu":
+        layers.append(BFTEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True, norm_first=True, activation=nn.SiLU(inplace=True)))
+        layers[1].load_state_dict(layers[0].state_dict())
+    x = torch.randn(2, 3, 8)
+    with torch.no_grad():
+        first, *rest = [layer(certain(x)) for layer in layers]
+    assert torch.isfinite(first.precision).all()
+    for other in rest: assert_close(first, other)
+
+
 def test_precision_stays_below_one_over_q():
     _, bft = pair(layers=6, norm=False, process_noise=0.5)
     for _, lam in (bft(Belief(tokens(), torch.full((3, 6, 12), p))) for p in (1e-6, 1.0, 1e6)):
@@ -178,6 +192,19 @@ def test_isotropic_projection_is_the_diagonal_one_with_equal_variances():
     got = project(Observation(mean, precision, n_eff), weight)
     want = project(Observation(mean, precision.expand(1, 3, 5, 4), n_eff), weight)
     assert_close(got.precision, want.precision)
+
+
+@pytest.mark.parametrize("rows", [slice(0, 1), slice(None)])
+def test_an_output_projection_of_zeros_is_certain_of_its_bias(rows):
+    layer = BFTEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    with torch.no_grad():
+        layer.self_attn.out_proj.weight[rows] = 0
+        layer.self_attn.out_proj.bias.fill_(0.5)
+    x = torch.randn(2, 3, 8).requires_grad_()
+    step = layer.step(certain(x))
+    assert_close(step.posterior.mean[..., rows], x[..., rows] + 0.5)
+    (grad,) = torch.autograd.grad(step.predicted.mean.sum() + step.predicted.precision.sum(), x)
+    assert torch.isfinite(grad).all() and all(torch.isfinite(belief.precision).all() for belief in (step.observation, step.predicted))
 
 
 def test_projection_adds_variances_in_simulation():
@@ -240,6 +267,13 @@ def test_save_load_copy_and_compile_of_state():
     for other in (again, copy.deepcopy(bft)):
         for got, want in zip(other(belief), bft(belief), strict=True):
             assert torch.equal(got, want)
+
+
+def test_torch_export_gives_the_same_encoder():
+    torch.manual_seed(0)
+    encoder, x = BFTEncoder(BFTEncoderLayer(**SHAPE), 2).eval(), tokens(2, 5)
+    exported = torch.export.export(encoder, (x,), {"is_causal": True}).module()
+    assert_close(exported(2 * x, is_causal=True), encoder(2 * x, is_causal=True))
 
 
 def test_checkpointing_gives_the_same_gradients():

@@ -99,6 +99,10 @@ def test_effective_sample_size_lies_between_one_and_the_number_of_visible_keys(s
     assert (n >= 1 - 1e-12).all() and (n <= mask.sum(-1) * (1 + 1e-12)).all()
 
 
+def test_many_equal_weights_in_half_precision_are_that_many():
+    assert effective_sample_size(torch.full((20_000,), 1 / 20_000, dtype=torch.float16)) == pytest.approx(20_000, rel=0.01)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_low_precision_is_finite_and_leaves_in_float32(dtype):
     @settings(max_examples=30)

@@ -98,6 +98,14 @@ def test_shift_of_a_thousand_in_float32():
     torch.testing.assert_close(got, want.float(), rtol=1e-3, atol=0)
 
 
+def test_a_masked_first_key_may_say_anything():
+    a, v = torch.tensor([[0.0, 0.3, 0.3, 0.4]]), torch.tensor([[0.0], [1.0], [2.0], [3.0]])
+    want = sandwich_variance(a[:, 1:], torch.ones(3), v[1:])
+    for loud in (1e3, 1e5, -1e6):
+        v[0] = loud
+        torch.testing.assert_close(sandwich_variance(a, torch.ones(4), v), want)
+
+
 @given(shapes)
 def test_order_of_keys_and_sign_of_all_weights_do_not_matter(shape):
     a, lam_bar, v = draw(*shape)

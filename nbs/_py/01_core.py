@@ -87,7 +87,8 @@ def at_least_float32(
     x: Float[Tensor, "..."],  # any shape and floating dtype
 ) -> Float[Tensor, "..."]:  # float32 if `x` was narrower, else as it was
     "`x` in its `wide_dtype`."
-    return x.to(wide_dtype(x))
+    dtype = wide_dtype(x)
+    return x.to(dtype)
 
 
 # %%
@@ -121,7 +122,7 @@ def check_precision(
     name: str = "precision",  # what the message calls it
 ) -> None:
     "Raise `ValueError` unless every entry is positive and finite (λ is an inverse variance). A compiler that traces the call leaves it out."
-    if not lam.numel() or lam.is_meta or torch.compiler.is_compiling():
+    if not lam.numel() or torch.compiler.is_compiling():
         return
     low, high = lam.detach().aminmax()  # NaN if one entry is; several times faster than to ask each entry
     if not bool((low > 0) & (high < torch.inf)):

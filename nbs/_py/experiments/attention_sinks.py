@@ -235,6 +235,13 @@ if not (source / "attention_sinks.csv").exists():
     source = Path((here := tempfile.TemporaryDirectory()).name)
     keep(source)
 stored = load_rows("attention_sinks", source)
+BUDGETS = {  # what a row must have been made with to be shown here
+    "pretrained": dict(model="smollm2", dataset="qa", length=2048, windows=6),
+    "tuned": dict(model="smollm2", dataset="qa", length=1024, windows=8, steps=40, batch_size=2, lr=1e-4),
+    "scratch": dict(model="small", dataset="qa", length=1024, windows=24, steps=420, batch_size=2, lr=2e-3),
+}
+if source == results_folder():
+    stored = pd.concat([choose(stored, study=name, **budget) for name, budget in BUDGETS.items()])
 STYLES = dict(sft=":", headwise="-.", elementwise="--", sink=(0, (5, 1, 1, 1, 1, 1)), bft="-")
 
 
@@ -287,12 +294,16 @@ pd.concat({split: table("pretrained", split) for split in ("bos", "no bos")})
 
 
 # %%
-def heads(study: str, method: str, split: str = "bos") -> dict[str, np.ndarray]:
-    "The arrays of the first stored run of an arm, or of any run there is."
-    rows = choose(stored, split=split)
-    rows = next(part for part in (choose(rows, study=study, method=method), choose(rows, study=study), rows) if len(part))
+def arrays_of(rows: pd.DataFrame, split: str = "bos") -> dict[str, np.ndarray]:
+    "The arrays of the first of some stored runs."
     run = rows.iloc[0][["exp", "dataset", "model", "params", "seed"]].to_dict()
     return load_arrays(ranks_path(source / "sinks", run, split)) | {"title": f"{run['model']}, {rows.iloc[0]['method']}"}
+
+
+def heads(study: str, method: str) -> dict[str, np.ndarray]:
+    "The arrays of an arm, or of any run there is."
+    rows = choose(stored, split="bos")
+    return arrays_of(next(part for part in (choose(rows, study=study, method=method), choose(rows, study=study), rows) if len(part)))
 
 
 # %%
@@ -381,27 +392,77 @@ table("tuned")
 table("scratch")
 
 # %%
+def draw_length(left: plt.Axes, right: plt.Axes, of: str) -> None:
+    "Gate and gain of a study against the length of the context, and their log-odds relative to length 64."
+    for (arm, s), values in cells(of).items():
+        name = next((n for n in ARMS if titled(n, "") == arm.removesuffix(", shipped start")), "sft")
+        kind = "gate" if METHODS[name].added == "gate" else "gain"
+        value, odds = (curve(values, x).loc[64:] for x in (kind, f"{kind}_odds"))
+        if len(value):
+            style = dict(color=COLOUR[ROLES[name]], linestyle=STYLES[name])
+            left.plot(value.index, value, **style, label=arm if s == min(seed for a, seed in cells(of) if a == arm) else None)
+            right.plot(odds.index, (odds - odds.iloc[0]) / math.log(2), **style)
+    if left.get_legend_handles_labels()[0]:
+        left.legend(fontsize=7)
+
+
+# %%
 #| label: fig-length
-#| fig-cap: "Left: gate and gain against the length of the context, mean over heads and texts, in the models that the title names. Right: log-odds, base 2, relative to length 64; the thin line doubles with the context, a flat one knows nothing of it."
+#| fig-cap: "Left: gate and gain against the length of the context, mean over heads and texts; a row for each study. Right: log-odds, base 2, relative to length 64; the thin line doubles with the context, a flat one knows nothing of it."
 #| code-fold: true
-fig, (left, right) = plt.subplots(1, 2, figsize=(7.5, 3))
-of = next((of for of in ("scratch", "tuned", "pretrained") if cells(of)), study)
-for (arm, s), values in cells(of).items():
-    name = next((n for n in ARMS if titled(n, "") == arm.removesuffix(", shipped start")), "sft")
-    kind = "gate" if METHODS[name].added == "gate" else "gain"
-    value, odds = (curve(values, x).loc[64:] for x in (kind, f"{kind}_odds"))
-    if len(value):
-        style = dict(color=COLOUR[ROLES[name]], linestyle=STYLES[name], alpha=0.5 if "shipped" in arm else 1.0)
-        left.plot(value.index, value, **style, label=arm if s == min(seed for a, seed in cells(of) if a == arm) else None)
-        right.plot(odds.index, (odds - odds.iloc[0]) / math.log(2), **style)
-lengths = 2 ** np.arange(6, 11)
-right.plot(lengths, np.log2(lengths / 64), color=COLOUR["prior"], linewidth=0.6)
-for ax, ylabel in ((left, "gate g, gain K"), (right, "change of log₂ odds")):
+shown = [of for of in BUDGETS if cells(of)]
+lengths = 2 ** np.arange(6, 12)
+fig, axes = plt.subplots(len(shown), 2, figsize=(7.2, 2 * len(shown) + 0.4), squeeze=False, sharex=True)
+for (left, right), of in zip(axes, shown):
+    draw_length(left, right, of)
+    right.plot(lengths[:5], np.log2(lengths[:5] / 64), color=COLOUR["prior"], linewidth=0.6)
+    left.set(ylabel="gate g, gain K [1]", title=of)
+    right.set(ylabel="change of log₂ odds", title=of)
+for ax in axes[-1]:
     ax.set_xscale("log", base=2)
-    ax.set(xlabel="length of the context [tokens]", ylabel=ylabel, xlim=(58, 1130), xticks=lengths, xticklabels=lengths)
-if left.get_legend_handles_labels()[0]:
-    left.legend(fontsize=8)
-fig.suptitle({"scratch": "from scratch", "tuned": "after fine-tuning"}.get(of, of), fontsize=9)
+    ax.set(xlabel="length of the context [tokens]", xticks=lengths, xticklabels=lengths)
+plt.show()
+
+# %% [markdown]
+# ### Layer by layer
+#
+# Means over heads and layers hide where a gain follows the context. The same slopes for each layer of SmolLM2, means over its heads, and how closed its heads are:
+
+
+# %%
+def by_layer(found: dict[str, np.ndarray]) -> pd.DataFrame:
+    "Of each layer: mean mass on the first token at the longest context, and the change per doubling, from length 64 on, of log₂ n and of the log₂ odds of gate or gain."
+    late = found["high"] >= 64
+    x = np.log2(found["high"][late])
+    slope = lambda values: np.polyfit(x, values.mean(1)[:, late].T, 1)[0]
+    columns = {"mass": found["mass"].mean(1)[:, -1], "log₂ n": slope(np.log2(found["n_eff"]))}
+    odds = next((name for name in ("gate_odds", "gain_odds") if name in found), None)
+    return pd.DataFrame(columns | ({"log₂ odds": slope(found[odds] / math.log(2))} if odds else {}))
+
+
+# %%
+layers = {}
+for of in ("pretrained", "tuned"):
+    for (arm, s), _ in cells(of).items():
+        rows = choose(stored, study=of, split="bos", seed=s)
+        rows = rows[[titled(r.method, getattr(r, "start", "")) == arm for r in rows.itertuples()]]
+        layers[of, arm] = by_layer(arrays_of(rows))
+pd.concat({key: frame.describe().loc[["mean", "min", "max"]].T for key, frame in layers.items()}).round(2) if layers else "no rows yet"
+
+# %%
+#| label: fig-layers
+#| fig-cap: "SmolLM2 layer by layer: mass on the first token at the longest context, and the change of log₂ n and of the log-odds of gate or gain per doubling of the length; pretrained (thin) and after fine-tuning."
+#| code-fold: true
+fig, axes = plt.subplots(1, 3, figsize=(8, 2.4))
+for (of, arm), frame in layers.items():
+    name = next((n for n in ARMS if titled(n, "") == arm.removesuffix(", shipped start")), "sft")
+    style = dict(color=COLOUR[ROLES[name]], linestyle=STYLES[name], linewidth=0.8 if of == "pretrained" else 1.6)
+    for ax, column in zip(axes, frame):
+        ax.plot(frame.index, frame[column], **style, label=arm if of == "tuned" else None)
+for ax, ylabel in zip(axes, ("mass on the first token", "log₂ n per doubling", "log₂ odds per doubling")):
+    ax.axhline(0, color="0.8", linewidth=0.6)
+    ax.set(xlabel="layer", ylabel=ylabel)
+if layers: axes[1].legend(fontsize=6)
 plt.show()
 
 # %% [markdown]
@@ -410,7 +471,7 @@ plt.show()
 # - Position stands for length: late queries are also other text than early ones, in all arms alike.
 # - The models from scratch are small and see each paragraph at most once; large models grow sinks over billions of tokens [@gu2025sink].
 # - Blocks cut paragraphs, and a text goes on from one article into the next. Nothing keeps attention within an article.
-# - Intervals draw texts, not training runs.
+# - Intervals draw texts, six to twenty-four of them, not training runs; of so few a bootstrap says less than 95 %.
 
 # %%
 #| hide
