@@ -6,10 +6,10 @@
 __all__ = ['REGISTRY', 'Sequences', 'from_lengths', 'take', 'from_end', 'Interactions', 'check_columns', 'missing_values',
            'whole_numbers', 'id_column', 'time_column', 'position_column', 'first_appearance', 'from_frame',
            'check_distinct_positions', 'read', 'read_table', 'integers_if_faithful', 'Ties', 'ties', 'Examples',
-           'repeats', 'Split', 'split_hash', 'with_hash', 'users_with', 'leave_one_out', 'rows', 'thin', 'cut_times',
-           'next_after', 'global_time', 'item_counts', 'Strata', 'popularity_strata', 'Dataset', 'amazon_2014',
-           'dataset', 'count_repeats', 'check_statistics', 'find', 'load_parquet', 'official_files', 'forget',
-           'prepare', 'load', 'from_world', 'synthetic', 'Protocol', 'describe']
+           'is_repeat', 'repeats', 'Split', 'split_hash', 'with_hash', 'users_with', 'leave_one_out', 'rows', 'thin',
+           'cut_times', 'next_after', 'global_time', 'item_counts', 'Strata', 'popularity_strata', 'Dataset',
+           'amazon_2014', 'dataset', 'count_repeats', 'check_statistics', 'find', 'load_parquet', 'official_files',
+           'forget', 'prepare', 'load', 'from_world', 'synthetic', 'Protocol', 'describe']
 
 # %% ../nbs/30_interactions.ipynb #fd464043
 import difflib
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import narwhals as nw
 import numpy as np
-from jaxtyping import Int, Int8, Int32, Int64, Shaped
+from jaxtyping import Bool, Int, Int8, Int32, Int64, Shaped
 
 from . import formats
 from .download import DownloadError, Source, cache_dir, data_dir, fetch, written
@@ -316,13 +316,20 @@ class Examples:
     def __len__(self) -> int: return len(self.targets)
 
 # %% ../nbs/30_interactions.ipynb #44cc3f6e
+def is_repeat(
+    examples: Examples,
+) -> Bool[np.ndarray, " m"]:
+    "Has the user chosen the target before? It cannot be hit where seen items are removed from the ranking, unless it is kept in (chapter 32)."
+    row = np.repeat(np.arange(len(examples)), examples.histories.lengths)
+    seen = examples.histories.items == examples.targets[row]
+    return np.bincount(row[seen], minlength=len(examples)) > 0
+
+# %% ../nbs/30_interactions.ipynb #147492d8
 def repeats(
     examples: Examples,
 ) -> int:  # of len(examples)
-    "How many targets their user has chosen before: with seen items removed from the ranking these cannot be hit."
-    row = np.repeat(np.arange(len(examples)), examples.histories.lengths)
-    seen = examples.histories.items == examples.targets[row]
-    return len(np.unique(row[seen]))
+    "How many targets their user has chosen before."
+    return int(is_repeat(examples).sum())
 
 # %% ../nbs/30_interactions.ipynb #b8b60405
 @dataclass(frozen=True, eq=False)

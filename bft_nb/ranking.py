@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 from torchmetrics import Metric
 
@@ -305,12 +305,12 @@ def paired_bootstrap(
     ranks_a: Int[Tensor, "*seeds_a m"],  # of several trainings, if there are: their metric is averaged per user
     ranks_b: Int[Tensor, "*seeds_b m"],  # the same users in the same order
     metric: Callable[[Tensor], Tensor] = ndcg,  # value per user from ranks
-    strata: Int[np.ndarray, " m"] | None = None,  # one interval per stratum, besides all
+    strata: Shaped[np.ndarray, " m"] | None = None,  # numbers or names: one interval per stratum, besides all
     n: int = 2000,  # resamples
     seed: int = 0,
     confidence: float = 0.95,
     relative: bool = False,  # in percent of the mean metric(b) of the same users
-) -> dict[str, Estimate]:  # metric(a) − metric(b); keys "all" and, with strata, "0", "1", …
+) -> dict[str, Estimate]:  # metric(a) − metric(b); keys "all" and, with strata, these as text
     "Bootstrap over users of the paired difference, by `bootstrap_mean` or `bootstrap_ratio`."
     a, b = torch.as_tensor(ranks_a), torch.as_tensor(ranks_b)
     if a.ndim == 0 or b.ndim == 0 or a.shape[-1] != b.shape[-1] or not a.numel() or not b.numel():

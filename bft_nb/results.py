@@ -213,8 +213,9 @@ def save_ranks(
     ranks: Any,  # per user, cut at 255 here
     strata: Any = None,  # popularity stratum of each user's target, 0 is the rarest; None: not stored
     history: Any = None,  # items in each user's history, cut at 255 here; None: not stored
+    repeated: Any = None,  # bool: is each user's target in the history? None: not stored
 ) -> Path:
-    "Store ranks (with strata and lengths of histories) as compressed bytes; `ValueError` unless ranks are positive integers in one row and the others fit them."
+    "Store ranks (with strata, lengths of histories and repeats) as compressed bytes; `ValueError` unless ranks are positive integers in one row and the others fit them."
     values = np.asarray(ranks)
     if values.ndim != 1 or not np.issubdtype(values.dtype, np.integer) or (values < 1).any():
         raise ValueError(f"ranks must be positive integers in one row, got {values.dtype} of shape {values.shape}")
@@ -223,6 +224,10 @@ def save_ranks(
         arrays["strata"] = _beside("strata", strata, values).astype(np.uint8)
     if history is not None:
         arrays["history"] = np.minimum(_beside("history", history, values, math.inf), RANK_CAP).astype(np.uint8)
+    if repeated is not None:
+        again = arrays["repeated"] = np.asarray(repeated)
+        if again.shape != values.shape or again.dtype != bool:
+            raise ValueError(f"repeated must be True or False, one per rank ({len(values)}), got {again.dtype} of shape {again.shape}")
     with _replacing(Path(path)) as temporary:
         np.savez_compressed(temporary, **arrays)
     return Path(path)
@@ -260,6 +265,11 @@ def load_strata(path: str | Path) -> np.ndarray:
 def load_history(path: str | Path) -> np.ndarray:
     "Items in each user's history as int64, 255 means 255 or more; `ValueError` if the file holds none."
     return _stored(path, "history")
+
+
+def load_repeated(path: str | Path) -> np.ndarray:
+    'Which targets were in their user\'s history: "repeated" or "new" for each, the `groups` of `report.compare`; `ValueError` if the file does not say.'
+    return np.where(_array(path, "repeated"), "repeated", "new")
 
 
 def save_answers(

@@ -133,7 +133,8 @@ def test_ties_and_repeats():
     assert ties(data) == I.Ties(last_two=1.0, events=pytest.approx(1 / 3))
     assert ties(from_frame(pd.DataFrame(ROWS))) is None
     histories = from_lengths(np.array([3, 0, 2]), np.array([1, 1, 2, 3, 3]))
-    assert repeats(Examples(np.arange(3, dtype=np.int32), histories, np.array([1, 1, 2], np.int32))) == 1
+    asked = Examples(np.arange(3, dtype=np.int32), histories, np.array([1, 1, 2], np.int32))
+    assert I.is_repeat(asked).tolist() == [True, False, False] and repeats(asked) == 1
 
 
 def test_first_event_of_a_user_is_no_tie_with_the_last_of_another():

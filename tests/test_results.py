@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import bft_nb
 from bft_nb.results import (
-    COLUMNS, Stored, append_rows, canonical, check_new, check_row, commit, has_rows, load_history, load_ranks, load_strata, make_rows, ranks_path, read_rows,
+    COLUMNS, Stored, append_rows, canonical, check_new, check_row, commit, has_rows, load_history, load_ranks, load_repeated, load_strata, make_rows, ranks_path, read_rows,
     run_key, run_rows, save_ranks,
 )  # fmt: skip
 
@@ -191,6 +191,16 @@ def test_history_lies_beside_ranks(tmp_path):
         with pytest.raises(ValueError, match="history must be integers of at least 0"):
             save_ranks(path, np.array([1, 2]), history=np.array(bad))
     assert load_history(path).tolist() == [3, 255]
+
+
+def test_repeats_lie_beside_ranks(tmp_path):
+    path = save_ranks(tmp_path / "r.npz", np.array([1, 300]), repeated=np.array([True, False]))
+    assert load_repeated(path).tolist() == ["repeated", "new"]
+    for bad in ([True], [0, 1], [[True, False]]):
+        with pytest.raises(ValueError, match=r"repeated must be True or False, one per rank \(2\), got"):
+            save_ranks(path, np.array([1, 2]), repeated=np.array(bad))
+    with pytest.raises(ValueError, match="s.npz holds no repeated, only ranks"):
+        load_repeated(save_ranks(tmp_path / "s.npz", np.array([1])))
 
 
 def test_commit_names_the_code():

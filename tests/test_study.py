@@ -1,13 +1,14 @@
 "The study's pages: which stored rows make a cell, and what was chosen on validation."
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from bft_nb import study
 from bft_nb.report import compare
-from bft_nb.results import append_rows, load_history, make_rows, ranks_path, save_ranks
+from bft_nb.results import append_rows, load_history, load_repeated, make_rows, ranks_path, save_ranks
 
 USERS = 60
 
@@ -21,7 +22,7 @@ def store(folder, dataset="beauty", model="sasrec", seed=0, valid=0.05, shift=0,
     append_rows(folder / "recommendation.csv", rows)
     ranks = np.arange(1, USERS + 1) + shift
     for split in ("test", "shuffled") if shuffled else ("test",):
-        save_ranks(ranks_path(folder / "ranks", run, split), ranks + (split == "shuffled"), np.arange(USERS) % 4, np.arange(USERS) // 3 + 1)
+        save_ranks(ranks_path(folder / "ranks", run, split), ranks + (split == "shuffled"), np.arange(USERS) % 4, np.arange(USERS) // 3 + 1, np.arange(USERS) < 6)
 
 
 @pytest.fixture
@@ -88,6 +89,19 @@ def test_users_are_told_apart_by_their_histories(folder):
     assert {name: d.n for name, d in found.items()} == {"all": USERS, "0": 12, "1": 6, "2": 12, "3": 30}
     path = next((folder / "ranks").glob("*-test.npz"))
     assert load_history(path)[study.history_strata(path) == 0].max() == study.HISTORIES[0]
+
+
+def test_users_are_told_apart_by_whether_their_target_repeats(folder):
+    rows = study.study_rows(folder)
+    found = compare(study.cell(rows, "beauty", "sasrec"), study.cell(rows, "beauty", "sasrec", "plain"), folder=folder, groups=load_repeated)
+    assert {name: d.n for name, d in found.items()} == {"all": USERS, "new": 54, "repeated": 6}
+
+
+def test_the_study_refuses_times_before_it_trains():
+    page = Path(__file__).resolve().parent.parent / "nbs" / "_py" / "experiments" / "recommendation.py"
+    head = page.read_text(encoding="utf-8").split("# ## One cell")[0].replace('options = "{}"', """options = '{"time_buckets": 64}'""")
+    with pytest.raises(ValueError, match="time_buckets: the study reads the order"):
+        exec(head, {})
 
 
 def test_relative_differences_and_another_set_of_ranks(folder):

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 import narwhals as nw
 import numpy as np
-from jaxtyping import Int, Int8, Int32, Int64, Shaped
+from jaxtyping import Bool, Int, Int8, Int32, Int64, Shaped
 
 from bft_nb import formats
 from bft_nb.download import DownloadError, Source, cache_dir, data_dir, fetch, written
@@ -468,13 +468,22 @@ class Examples:
 
 # %%
 #| exports
+def is_repeat(
+    examples: Examples,
+) -> Bool[np.ndarray, " m"]:
+    "Has the user chosen the target before? It cannot be hit where seen items are removed from the ranking, unless it is kept in (chapter 32)."
+    row = np.repeat(np.arange(len(examples)), examples.histories.lengths)
+    seen = examples.histories.items == examples.targets[row]
+    return np.bincount(row[seen], minlength=len(examples)) > 0
+
+
+# %%
+#| exports
 def repeats(
     examples: Examples,
 ) -> int:  # of len(examples)
-    "How many targets their user has chosen before: with seen items removed from the ranking these cannot be hit."
-    row = np.repeat(np.arange(len(examples)), examples.histories.lengths)
-    seen = examples.histories.items == examples.targets[row]
-    return len(np.unique(row[seen]))
+    "How many targets their user has chosen before."
+    return int(is_repeat(examples).sum())
 
 
 # %%

@@ -35,7 +35,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 from torchmetrics import Metric
 
@@ -486,12 +486,12 @@ def paired_bootstrap(
     ranks_a: Int[Tensor, "*seeds_a m"],  # of several trainings, if there are: their metric is averaged per user
     ranks_b: Int[Tensor, "*seeds_b m"],  # the same users in the same order
     metric: Callable[[Tensor], Tensor] = ndcg,  # value per user from ranks
-    strata: Int[np.ndarray, " m"] | None = None,  # one interval per stratum, besides all
+    strata: Shaped[np.ndarray, " m"] | None = None,  # numbers or names: one interval per stratum, besides all
     n: int = 2000,  # resamples
     seed: int = 0,
     confidence: float = 0.95,
     relative: bool = False,  # in percent of the mean metric(b) of the same users
-) -> dict[str, Estimate]:  # metric(a) − metric(b); keys "all" and, with strata, "0", "1", …
+) -> dict[str, Estimate]:  # metric(a) − metric(b); keys "all" and, with strata, these as text
     "Bootstrap over users of the paired difference, by `bootstrap_mean` or `bootstrap_ratio`."
     a, b = torch.as_tensor(ranks_a), torch.as_tensor(ranks_b)
     if a.ndim == 0 or b.ndim == 0 or a.shape[-1] != b.shape[-1] or not a.numel() or not b.numel():
@@ -516,6 +516,13 @@ rng = np.random.default_rng(3)
 ranks_a = torch.from_numpy(rng.integers(1, 200, 1000))
 ranks_c = torch.where(torch.from_numpy(rng.random(1000) < 0.05), 1, ranks_a)
 paired_bootstrap(ranks_a, torch.from_numpy(rng.integers(1, 200, 1000)))["all"], paired_bootstrap(ranks_c, ranks_a)["all"]
+
+# %% [markdown]
+# `strata` may be names as well: whether a target repeats an item of the history, say, which makes it easy to hit where it is kept in the ranking and its seen rivals are not.
+
+# %%
+again = np.where(np.arange(1000) < 60, "repeated", "new")
+{name: d.n for name, d in paired_bootstrap(ranks_c, ranks_a, strata=again).items()}
 
 # %% [markdown]
 # ## How the number lies

@@ -48,7 +48,7 @@ from bft_nb.backbones import BACKBONES, frequency_precision
 from bft_nb.core import check_option
 from bft_nb.encoder import ItemPrecision
 from bft_nb.figures import COLOUR, use_style
-from bft_nb.interactions import describe, item_counts, leave_one_out, load, popularity_strata, repeats
+from bft_nb.interactions import describe, is_repeat, item_counts, leave_one_out, load, popularity_strata, repeats
 from bft_nb.interactions import thin as thinned
 from bft_nb.ranking import hit_rate, ndcg, protocol, reciprocal_rank
 from bft_nb.report import STRATA, choose, compare, configuration, results_folder, signed
@@ -61,6 +61,9 @@ use_style()
 check_option("backbone", backbone, BACKBONES)
 if store and dataset == "synthetic":
     raise ValueError("rows of the synthetic world are not stored: choose a real data set, or store=false")
+chosen = json.loads(canonical(options, "options"))
+if chosen.get("time_buckets"):
+    raise ValueError("time_buckets: the study reads the order of a history, not its times")
 place = resolve_device(device)
 long = dataset == "ml1m"  # few users, long histories
 
@@ -90,7 +93,6 @@ protocol(
 # The run is named by everything that decides its outcome; the plain model ignores what only a filter has. The budget is a number of epochs, the same for all: the learning rate falls linearly to zero, so no run stops early by luck.
 
 # %%
-chosen = json.loads(canonical(options, "options"))
 training = dict(lr=lr, negatives=negatives, epochs=epochs, batch_size=32 if long else 128)
 params = dict(bft=bft, d=d, dropout=dropout, max_length=max_length, dtype=dtype, thin=thin, split_hash=split.hash[:16], **training, **chosen)
 if bft:
@@ -243,7 +245,7 @@ len(rows)
 # %%
 if store:
     for part in measured.keys() & {"test", "shuffled"}:
-        save_ranks(ranks_path(path.parent / "ranks", run, part), *measured[part][:2], split.test.histories.lengths)
+        save_ranks(ranks_path(path.parent / "ranks", run, part), *measured[part][:2], split.test.histories.lengths, is_repeat(split.test))
     append_rows(path, rows)
 
 # %% [markdown]
