@@ -35,9 +35,9 @@ def epochs(dataset: str, backbone: str) -> int:
     return (60 if backbone == "bert4rec" else 30) // (2 if dataset == "ml1m" else 1)
 
 
-def tuned_on(dataset: str) -> str:
-    "The set whose validation items chose a cell's dropout and learning rate: Beauty for all sparse sets, MovieLens for itself."
-    return "ml1m" if dataset == "ml1m" else "beauty"
+def tuned_on(dataset: str, backbone: str) -> str:
+    "The set whose validation items chose a cell's dropout and learning rate: Beauty for all sparse sets; MovieLens, and BERT4Rec everywhere, for itself."
+    return dataset if dataset == "ml1m" or backbone == "bert4rec" else "beauty"
 
 
 def _options(params: str) -> str:
@@ -76,9 +76,9 @@ def _best(tried: pd.DataFrame) -> dict[str, float]:
 
 def tuned(rows: pd.DataFrame, backbone: str, arm: str, dataset: str = "beauty") -> dict[str, float]:
     "The dropout and learning rate that did best on `tuned_on` the data set; `ValueError` if none was tried."
-    table = tuning(rows, backbone, arm, tuned_on(dataset))
+    table = tuning(rows, backbone, arm, tuned_on(dataset, backbone))
     if table.empty:
-        raise ValueError(f"no stored row tunes {backbone}, {arm} on {tuned_on(dataset)}")
+        raise ValueError(f"no stored row tunes {backbone}, {arm} on {tuned_on(dataset, backbone)}")
     return _best(table)
 
 
@@ -94,7 +94,7 @@ def cell(
     if settings and set(settings) != {"dropout", "lr"}:
         raise ValueError(f"settings must be dropout and lr, or neither, got {', '.join(settings)}")
     if not settings:
-        tried = tuning(rows, backbone, arm if isinstance(arm, str) else "filter", tuned_on(dataset))
+        tried = tuning(rows, backbone, arm if isinstance(arm, str) else "filter", tuned_on(dataset, backbone))
         if tried.empty:
             return rows.iloc[:0]
         settings = _best(tried)

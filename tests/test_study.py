@@ -61,6 +61,14 @@ def test_movielens_is_tuned_on_itself(folder):
     assert set(study.cell(rows, "ml1m", "sasrec")["dropout"]) == {0.2}
 
 
+def test_bert4rec_is_tuned_on_each_set(folder):
+    bert = dict(model="bert4rec", epochs=60, mask_probability=0.3, last_probability=0.5)
+    for dataset, lr, valid in [("beauty", 0.006, 0.2), ("beauty", 0.003, 0.1), ("toys", 0.006, 0.1), ("toys", 0.003, 0.2)]:
+        store(folder, dataset=dataset, lr=lr, valid=valid, **bert)
+    rows = study.study_rows(folder)
+    assert {d: set(study.cell(rows, d, "bert4rec")["lr"]) for d in ("beauty", "toys", "sports")} == {"beauty": {0.006}, "toys": {0.003}, "sports": set()}
+
+
 def test_the_budget_is_one_number_of_epochs_for_each_backbone_and_kind_of_set(folder):
     for epochs in (30, 60):
         store(folder, model="bert4rec", epochs=epochs, mask_probability=0.3, last_probability=0.5)
