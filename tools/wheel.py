@@ -3,6 +3,7 @@
 The environment gets the wheel and what the wheel asks for, nothing of ours: a module of the layer that needs a development package fails here.
 PIP_ARGS (environment) is handed to pip, as in the Makefile.
 """
+import argparse
 import configparser
 import os
 import re
@@ -108,4 +109,5 @@ def recommend(python, pip, wheel, tmp):
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     sys.exit(main())
