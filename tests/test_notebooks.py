@@ -1,5 +1,6 @@
 "Hygiene of the committed notebooks."
 
+import ast
 import base64
 import re
 
@@ -115,3 +116,5 @@ def test_experiment_has_one_parameters_cell(path):
     tagged = [c for c in code_cells(path) if "parameters" in c.metadata.get("tags", [])]
     assert len(tagged) == 1
     assert "default_exp" not in "".join(c.source for c in code_cells(path))
+    values = {s.targets[0].id: ast.literal_eval(s.value) for s in ast.parse(tagged[0].source).body}  # fails for what is no literal
+    assert 1 <= len(values) <= 15 and values.get("store", False) is False
