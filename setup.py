@@ -15,6 +15,7 @@ def words(key: str) -> list[str]:
     return shlex.split(cfg.get(key, ""))
 
 
+STATUS = {"1": "Planning", "2": "Pre-Alpha", "3": "Alpha", "4": "Beta", "5": "Production/Stable"}
 lib = cfg["lib_path"]
 rec, llm, nb, cluster, dev = (words(f"{extra}_requirements") for extra in ("rec", "llm", "nb", "cluster", "dev"))
 setup(
@@ -28,6 +29,17 @@ setup(
     url=cfg["git_url"],
     license={"apache2": "Apache-2.0", "mit": "MIT"}[cfg["license"]],
     keywords=cfg["keywords"].split(),
+    classifiers=[
+        f"Development Status :: {cfg['status']} - {STATUS[cfg['status']]}",
+        f"Intended Audience :: {cfg['audience']}",
+        f"Natural Language :: {cfg['language']}",
+        "Programming Language :: Python :: 3",
+    ],
+    project_urls={
+        "Documentation": f"{cfg['doc_host']}{cfg['doc_baseurl']}/",
+        "Source": cfg["git_url"],
+        "Changelog": f"{cfg['git_url']}/blob/{cfg['branch']}/CHANGELOG.md",
+    },
     python_requires=f">={cfg['min_python']}",
     packages=find_packages(include=[lib, f"{lib}.*"]),
     include_package_data=True,

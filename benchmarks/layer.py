@@ -1,6 +1,6 @@
 """What the filter costs: BFTEncoderLayer against torch's own layer, and the price of its import.
 
-    python benchmarks/layer.py                  # the table of the README
+    python benchmarks/layer.py                  # lengths 50 to 2048
     python benchmarks/layer.py --lengths 200    # one length
 
 Both layers have the same shape and input, run in turn in one process on one thread, forward and backward; a round's ratio

@@ -36,7 +36,6 @@ def write_archive(
             raise IsADirectoryError(21, "it is a folder, give the name of a file")
         with written(path) as part:
             part.write_bytes(data)
-            part.chmod(0o644)
     except OSError as e:
         raise OSError(e.errno, f"could not save to {str(path)!r}: {e.strerror or e}. What was there before is untouched") from e
     return path

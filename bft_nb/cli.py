@@ -65,7 +65,7 @@ def _sweep_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("grid", help="YAML file with the keys notebook, parameters, grid, exclude, include (see bft_nb/sweep.py)")
     p.add_argument("-j", "--jobs", type=int, metavar="N", help="runs at a time on this machine (default: 1)")
     p.add_argument("--out", metavar="DIR", help="where the executed notebooks go (default: runs/ of the checkout)")
-    p.add_argument("--dry-run", action="store_true", help="list the cells and which are done, and stop")
+    p.add_argument("--dry-run", action="store_true", help="list the cells and which are done on this machine, and stop")
     p.add_argument("--limit", type=int, metavar="N", help="run at most N of the cells that are not done")
     p.add_argument("--retry-failed", action="store_true", help="run cells again that failed in an earlier sweep")
     p.add_argument("--ray", metavar="ADDRESS", help="run on Ray: auto (the cluster this machine belongs to), local (start one here) or an address")

@@ -68,6 +68,7 @@ def written(path: Path) -> Iterator[Path]:
     with NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", suffix=".part", delete=False) as f: part = Path(f.name)
     try:
         yield part
+        part.chmod(0o644)  # temporary files are for their owner alone
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)

@@ -119,4 +119,3 @@ def write(frame: Any, out: Path) -> None:
             pyarrow.csv.write_csv(frame, part)
         else:
             pyarrow.parquet.write_table(frame, part)
-        part.chmod(0o644)

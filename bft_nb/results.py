@@ -57,18 +57,19 @@ def utc_now() -> str:
 
 
 def commit() -> str:
-    """Which code made a result: the commit of the checkout this library runs from, with "+" after it if files differ from it.
+    """Which code made a result: the commit of the checkout this library runs from, with "+" after it if library, experiments or benchmarks differ from it.
 
     An installed library outside of a checkout gives its version, "v0.1.0".
     """
     folder = Path(__file__).resolve().parent
+    code = (folder.name, "nbs/experiments", "benchmarks")  # what runs; a chapter does so as the module it exports
 
     def git(*arguments: str) -> str:
-        return subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(["git", "-C", str(folder.parent), *arguments], capture_output=True, text=True, check=True).stdout.strip()
 
     try:
-        git("ls-files", "--error-unmatch", Path(__file__).name)  # an environment inside another project's checkout is not ours
-        return git("rev-parse", "--short=10", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no", "--", str(folder)) else "")
+        git("ls-files", "--error-unmatch", str(Path(__file__).resolve()))  # an environment inside another project's checkout is not ours
+        return git("rev-parse", "--short=10", "HEAD") + ("+" if git("status", "--porcelain", "--", *code) else "")
     except (OSError, subprocess.CalledProcessError):
         return f"v{__version__}"
 

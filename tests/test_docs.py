@@ -1,15 +1,9 @@
 "The plain edition of the site: its pure functions, and the sidebar."
 
-import sys
-from pathlib import Path
-
 import pytest
+from helpers import ROOT, tool
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tools"))
-docs = pytest.importorskip("docs")
-pages = pytest.importorskip("pages")
-sys.path.pop(0)
+docs, pages = tool("docs"), tool("pages")
 
 BIB = """
 @article{kalman1960, author = {Kalman, Rudolf E.}, title = {A New Approach to {Linear} Filtering}, year = {1960},
@@ -124,6 +118,21 @@ def test_links_to_notebooks_become_pages():
     assert docs.linker("experiments/recommendation.html", names, "https://site/bft")("../10_kriging.ipynb") == "../kriging.html"
 
 
+@pytest.mark.parametrize(
+    ("url", "found"),
+    [
+        ("../data/README.md", "git/blob/main/data/README.md"),
+        ("../../.ci/run", "git/blob/main/.ci/run"),
+        ("../../CONTRIBUTING.md#the-tree", "git/blob/main/CONTRIBUTING.md#the-tree"),
+        ("../interactions.html#thin", "../interactions.html#thin"),
+        ("sparsity.html", "sparsity.html"),
+        ("https://example.org/../x", "https://example.org/../x"),
+    ],
+)
+def test_links_out_of_the_pages_lead_into_the_repository(url, found):
+    assert docs.absolute(url, "git") == found
+
+
 def test_page_names():
     assert docs.page_name("10_kriging.ipynb") == "kriging.html"
     assert docs.page_name("experiments/recommendation.ipynb") == "experiments/recommendation.html"
@@ -139,6 +148,7 @@ def test_sidebar_lists_every_notebook():
     nbs = [p.relative_to(ROOT / "nbs").as_posix() for p in (ROOT / "nbs").rglob("*.ipynb") if not any(x[0] in "._" for x in p.relative_to(ROOT / "nbs").parts)]
     conf, problems = docs.read_sidebar(nbs)
     assert problems == []
+    assert docs.read_sidebar([*nbs[1:], "new.ipynb"])[1] == [f"nbs/sidebar.yml lists {nbs[0]}, which does not exist", "new.ipynb is not in nbs/sidebar.yml"]
     listed = [p for _, ps in docs.entries(conf["website"]["sidebar"]["contents"]) for p in ps]
     numbered = [p for p in listed if p[0].isdigit()]
     assert len(listed) == len(set(listed)) and numbered == sorted(numbered)

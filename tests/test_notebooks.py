@@ -1,14 +1,13 @@
 "Hygiene of the committed notebooks."
 
+import ast
 import base64
-import importlib.util
 import re
-from pathlib import Path
 
 import nbformat
 import pytest
+from helpers import ROOT, tool
 
-ROOT = Path(__file__).resolve().parent.parent
 NBS = ROOT / "nbs"
 NOTEBOOKS = sorted(p for p in NBS.rglob("*.ipynb") if not any(x[0] in "._" for x in p.relative_to(NBS).parts))
 CHAPTERS = [p for p in NOTEBOOKS if re.match(r"\d", p.name)]
@@ -18,14 +17,7 @@ MACHINE_PATH = re.compile(r"(?<![\w/.:])/(?:home|root|Users|tmp|work|workspace|m
 BASE64 = re.compile(r"[A-Za-z0-9+/=\n]{200,}")
 
 
-def load_tool(name):
-    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-nb_tool = load_tool("nb")
+nb_tool = tool("nb")
 
 
 def each(notebooks):
@@ -124,3 +116,5 @@ def test_experiment_has_one_parameters_cell(path):
     tagged = [c for c in code_cells(path) if "parameters" in c.metadata.get("tags", [])]
     assert len(tagged) == 1
     assert "default_exp" not in "".join(c.source for c in code_cells(path))
+    values = {s.targets[0].id: ast.literal_eval(s.value) for s in ast.parse(tagged[0].source).body}  # fails for what is no literal
+    assert 1 <= len(values) <= 15 and values.get("store", False) is False

@@ -5,7 +5,6 @@ import re
 import subprocess
 import sys
 import warnings
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -13,12 +12,14 @@ import polars as pl
 import pyarrow as pa
 import pytest
 import torch
+from helpers import ROOT, tool
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bft_nb import cli, recommender as module
 from bft_nb.archive import read_archive
-from bft_nb.interactions import from_frame, from_lengths
+from bft_nb.download import data_dir
+from bft_nb.interactions import dataset, find, from_frame, from_lengths, load
 from bft_nb.recommender import (
     MIN_CALIBRATION, Recommender, UnknownItems, add_rows, asked, backbone_classes, beliefs, build, calibrate, confidence, effects, explanation, hold_back_last, judge, last_weights, numbers_of, plot_explanation, reliability_bins, sharpness, top_lists,
     user_state, without_duplicates,
@@ -26,7 +27,6 @@ from bft_nb.recommender import (
 from bft_nb.training import history_rows
 from bft_nb.world import make_world
 
-ROOT = Path(__file__).resolve().parent.parent
 close = torch.testing.assert_close
 QUICK = dict(d=16, max_length=10, max_epochs=2, device="cpu", negatives=16, batch_size=32)
 
@@ -134,12 +134,8 @@ def test_low_confidence_means_fewer_hits_and_is_calibrated():
 
 @pytest.mark.slow
 def test_low_confidence_means_fewer_hits_on_real_data():
-    import os
-
-    if not os.environ.get("BFT_DATA"):
-        pytest.skip("BFT_DATA is not set")
-    from bft_nb.interactions import load
-
+    if (folder := data_dir()) is None or not find(dataset("ml100k"), folder):
+        pytest.skip("BFT_DATA is not set, or holds no ml100k.parquet")
     data = load("ml100k")
     frame = pd.DataFrame({"user": np.repeat(data.user_ids, data.sequences.lengths), "item": data.item_ids[data.sequences.items - 1]})
     _, said, hit = held_out(frame, max_epochs=15, dropout=0.5)
@@ -655,13 +651,8 @@ def test_command_refuses_before_training(tmp_path, capsys, monkeypatch, argument
 # ---- the README ------------------------------------------------------------------------------------------------
 
 
-def readme_block():
-    found = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
-    return next(b for b in found if "Recommender" in b)
-
-
 def test_readme_example_runs_on_a_csv(tmp_path):
-    block = readme_block()
+    block = tool("wheel").example("Recommender")
     assert sum(bool(ln.strip()) and not ln.strip().startswith("#") for ln in block.splitlines()) <= 10
     frame = ring(users=60).rename(columns={"t": "timestamp"})
     frame.to_csv(tmp_path / "interactions.csv", index=False)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from bft_nb import report
+from bft_nb import report, results
 from bft_nb.ranking import hit_rate, ndcg
 from bft_nb.results import append_rows, make_rows, ranks_path, save_ranks
 
@@ -103,6 +103,22 @@ def test_the_committed_rows_can_be_read():
         rows = report.load_rows(path.stem)
         assert len(rows) and (rows["dataset"] != "").all()
         assert not rows["commit"].str.contains(r"unknown|dirty|\+").any(), path
+
+
+def test_the_committed_ranks_give_the_committed_numbers():
+    folder, found = report.results_folder(), {}
+    for row in results.read_rows(sorted(folder.glob("*.csv"))):
+        if row["metric"] in ("hr@10", "ndcg@10"):
+            found.setdefault(tuple(row[name] for name in (*results.KEY, "split")), {})[row["metric"]] = row
+    paths = {key: ranks_path(folder / "ranks", next(iter(rows.values())), key[-1]) for key, rows in found.items()}
+    assert {p for p in (folder / "ranks").iterdir()} <= set(paths.values()), "ranks of no stored run"
+    lacking = [key for key, path in paths.items() if not path.exists()]
+    assert not [key for key in lacking if key[0] == "recommendation" and key[-1] in ("test", "shuffled")]
+    for key in found.keys() - set(lacking):
+        ranks = torch.as_tensor(results.load_ranks(paths[key]))
+        for metric, of in (("hr@10", hit_rate), ("ndcg@10", ndcg)):
+            assert found[key][metric]["n"] == len(ranks)
+            np.testing.assert_allclose(found[key][metric]["value"], of(ranks).mean(), atol=1e-6, err_msg=str(paths[key]))
 
 
 def test_interval_is_wilsons():

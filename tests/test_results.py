@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import bft_nb
+from bft_nb import results
 from bft_nb.results import (
     COLUMNS, Stored, append_rows, canonical, check_new, check_row, commit, has_rows, load_history, load_ranks, load_repeated, load_strata, make_rows, ranks_path, read_rows,
     run_key, run_rows, save_ranks,
@@ -205,6 +206,24 @@ def test_repeats_lie_beside_ranks(tmp_path):
 
 def test_commit_names_the_code():
     assert re.fullmatch(r"[0-9a-f]{10}\+?|v[\d.]+", commit())
+
+
+def test_commit_says_where_the_code_that_runs_differs(tmp_path, monkeypatch):
+    monkeypatch.setattr(results, "__file__", str(tmp_path / "bft_nb" / "results.py"))
+    names = ("bft_nb/results.py", "nbs/experiments/a.ipynb", "nbs/10_kriging.ipynb", "benchmarks/b.py", "data/results/a.csv")
+    git = lambda *given: subprocess.run(["git", "-C", tmp_path, "-c", "user.name=a", "-c", "user.email=a@b", *given], check=True, capture_output=True)
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("as committed")
+    git("init")
+    git("add", ".")
+    git("commit", "-m", "all")
+    clean = commit()
+    assert re.fullmatch("[0-9a-f]{10}", clean)
+    for name, mark in zip((*names, "nbs/experiments/new.ipynb"), ("+", "+", "", "+", "", "+")):
+        (tmp_path / name).write_text("edited")
+        assert commit() == clean + mark, name
+        (tmp_path / name).write_text("as committed")
 
 
 def test_commit_outside_of_a_checkout_is_the_version(tmp_path):

@@ -3,6 +3,7 @@
 The environment gets the wheel and what the wheel asks for, nothing of ours: a module of the layer that needs a development package fails here.
 PIP_ARGS (environment) is handed to pip, as in the Makefile.
 """
+import argparse
 import configparser
 import os
 import re
@@ -21,6 +22,11 @@ LIB = CFG["DEFAULT"]["lib_path"]
 LAST_OF_THE_LAYER = 22  # chapters up to this number work with `requirements` alone,
 NOT_THE_LAYER = {"symbolic", "figures"}  # but for the book's own tools
 PLAIN = {"runner", "sweep", "cli"}
+
+
+def layer():
+    "modules of the chapters that work with `requirements` alone"
+    return [m for m, n in exported().items() if n <= LAST_OF_THE_LAYER and m not in NOT_THE_LAYER]
 
 
 def exported():
@@ -45,13 +51,14 @@ def contents(wheel):
     "problems of what is in the wheel"
     with zipfile.ZipFile(wheel) as z:
         names = z.namelist()
-        entry = next((z.read(n).decode() for n in names if n.endswith("entry_points.txt")), "")
+        entry, meta = (next((z.read(n).decode() for n in names if n.endswith(f".dist-info/{file}")), "") for file in ("entry_points.txt", "METADATA"))
     info = f"{LIB}-{CFG['DEFAULT']['version']}.dist-info/"
     yield from (f"{n} does not belong into the wheel" for n in names if not n.startswith((f"{LIB}/", info)))
     if f"{LIB}/py.typed" not in names: yield "py.typed is missing"
     if not any(n.startswith(info) and n.endswith("LICENSE") for n in names): yield "LICENSE is missing"
     for line in (f"bft = {LIB}.cli:main", f"{LIB} = {LIB}._modidx:d"):
         if line not in entry and line.replace(" = ", "=") not in entry: yield f"entry point missing: {line}"
+    yield from (f"METADATA holds no {line}" for line in ("Classifier: Development Status", "Project-URL: Documentation") if f"\n{line}" not in meta)
     have = {p.relative_to(ROOT).as_posix() for p in (ROOT / LIB).rglob("*.py")}
     yield from (f"{n} is missing" for n in sorted(have - set(names)))
 
@@ -80,7 +87,7 @@ def main():
         python = env / "bin" / "python"
         pip = [python, "-m", "pip", "install", "-q", *shlex.split(os.environ.get("PIP_ARGS", "")), "-c", ROOT / "constraints.txt"]
         subprocess.run([*pip, wheel], check=True)
-        modules = [m for m, n in exported().items() if n <= LAST_OF_THE_LAYER and m not in NOT_THE_LAYER]
+        modules = layer()
         names = [f"{LIB}.{m}" for m in [*modules, *sorted(PLAIN)]]
         code = f"import importlib, sys\nfor m in {names!r}: importlib.import_module(m)\n"
         if "encoder" in modules: code += example()
@@ -108,4 +115,5 @@ def recommend(python, pip, wheel, tmp):
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     sys.exit(main())

@@ -84,5 +84,6 @@ gain * 2.0, precision + observed
 # One experiment with your choice of parameters:
 #
 # ```bash
+# source .venv/bin/activate
 # bft run recommendation -p dataset beauty -p bft true
 # ```
