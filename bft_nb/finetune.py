@@ -19,9 +19,9 @@ from torch import nn
 
 from bft_nb.core import check_count, check_option, check_positive
 from bft_nb.models import load_model
-from bft_nb.qa import Collator, Example, loss_func
+from bft_nb.qa import Collator, Example, Question, evaluating, loss_func, prompt_ids
 
-__all__ = ["ADAPTERS", "DTYPES", "METHODS", "Method", "Prepared", "Tuned", "adapted", "added_parameters", "answering", "converted", "finetune", "length_grouped", "prepare"]
+__all__ = ["ADAPTERS", "DTYPES", "LEARNT", "METHODS", "Method", "Prepared", "Tuned", "adapted", "added_parameters", "answering", "converted", "finetune", "learnt", "length_grouped", "prepare"]
 
 
 class Method(NamedTuple):
@@ -43,6 +43,7 @@ METHODS: dict[str, Method] = {
 }
 ADAPTERS = ("lora", "full")
 DTYPES = ("float32", "bfloat16")  # of a step: float32 throughout, or autocast
+LEARNT = ("gain", "beta_g", "beta_a", "log_lam_bar")  # what `learnt` measures
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
@@ -90,13 +91,13 @@ def adapted(model: nn.Module, method: str, adapter: str, rank: int) -> nn.Module
 
 
 def prepare(
-    name: str,  # of `bft_nb.models.load_model`
+    name: str | tuple[Any, Any],  # of `bft_nb.models.load_model`, or what it gave
     method: str,  # a key of `METHODS`
     calibration: Sequence[str] = (),  # texts that set the scales of the filter
     *,
     adapter: str = "lora",  # "lora": matrices of low rank beside all projections; "full": every weight
     rank: int = 16,  # of the low-rank matrices
-    dtype: str = "float32",  # of the weights; the precision stays float32
+    dtype: str = "float32",  # of the weights of a model by name; the precision stays float32
     max_length: int = 256,  # tokens of a calibration text
     seed: int = 0,  # of the low-rank matrices
     **start: Any,  # of the filter: keywords of `bft_nb.llama.convert`
@@ -107,7 +108,7 @@ def prepare(
     check_count("rank", rank)
     if METHODS[method].added == "bft" and not calibration:
         raise ValueError("calibration must hold one text at least: the filter's scales are measured on it")
-    model, tokenizer = load_model(name, dtype)
+    model, tokenizer = load_model(name, dtype) if isinstance(name, str) else name
     model = converted(model, method, **start)
     if METHODS[method].added == "bft":
         from bft_nb.llama import calibrate
@@ -226,3 +227,22 @@ def answering(
     finally:
         if mergeable:
             model.unmerge_adapter()
+
+
+def learnt(
+    model: nn.Module,  # from `prepare`, tuned or not
+    method: str,  # that of `prepare`
+    tokenizer: Any,
+    questions: Sequence[Question],  # whose prompts are read, one by one
+) -> dict[str, float]:
+    "Means over prompts, tokens and layers of a filter: gain K, weights of the prior β_g and of the precision in attention β_a, log λ̄. Nothing where the method is no filter."
+    if METHODS[method].added != "bft":
+        return {}
+    from bft_nb.llama import trace
+
+    found = []
+    with evaluating(model):
+        for q in questions:
+            records = trace(model, input_ids=torch.tensor([prompt_ids(q, tokenizer)], device=model.device))
+            found += [(r.gain.mean(), r.beta_g, r.beta_a, r.lam_bar.log().mean()) for r in records]
+    return {name: float(np.mean([float(x) for x in values])) for name, values in zip(LEARNT, zip(*found))}

@@ -5,8 +5,10 @@ import pytest
 import torch
 
 from bft_nb import finetune as ft
-from bft_nb.finetune import METHODS, answering, finetune, length_grouped, prepare
-from bft_nb.qa import Collator, encode, lookup
+from bft_nb.finetune import LEARNT, METHODS, answering, finetune, learnt, length_grouped, prepare
+from bft_nb.llama import trace
+from bft_nb.models import load_model
+from bft_nb.qa import Collator, encode, lookup, prompt_ids
 from bft_nb.results import load_answers, save_answers
 
 QUICK = dict(steps=4, lr=1e-3, device="cpu")
@@ -141,6 +143,24 @@ def test_the_model_is_asked_as_it_was_tuned(method, questions):
         torch.testing.assert_close(made.model(**batch).logits, before, atol=1e-4, rtol=1e-4)
     with pytest.raises(ValueError, match="dtype must be one of"), answering(made.model, "float16"):
         pass
+
+
+def test_what_a_filter_has_learnt_is_measured(questions):
+    assert learnt(ready("sft", questions)[0].model, "sft", None, questions) == {}
+    made, examples, collate = ready("bft", questions)
+    before = learnt(made.model, "bft", made.tokenizer, questions[:2])
+    assert tuple(before) == LEARNT and 0.5 < before["gain"] < 1 and (before["beta_g"], before["beta_a"]) == pytest.approx((0.01, 0.25))
+    finetune(made.model, examples, collate, "bft", **QUICK, precision_lr=0.1)
+    after = learnt(made.model, "bft", made.tokenizer, questions[:1])
+    records = trace(made.model.eval(), input_ids=torch.tensor([prompt_ids(questions[0], made.tokenizer)]))
+    wanted = [(r.gain.mean(), r.beta_g, r.beta_a, r.lam_bar.log().mean()) for r in records]
+    assert list(after.values()) == pytest.approx(np.mean([[float(x) for x in row] for row in wanted], 0)) and abs(after["beta_a"] - 0.25) > 0.01
+
+
+def test_a_model_that_is_loaded_already(questions):
+    loaded = load_model("tiny")
+    made = prepare(loaded, "bft", [questions[0].context], adapter="full")
+    assert made.model is loaded[0] and made.tokenizer is loaded[1]
 
 
 def test_answers_are_stored_with_their_scores(tmp_path):

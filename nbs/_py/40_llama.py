@@ -528,7 +528,8 @@ class LayerTrace(NamedTuple):
     "What a layer believed on entry and what it saw."
 
     belief: Belief  # h and λ on entry, (b, t, d)
-    beta_g: Float[Tensor, "1"]  # weight of the prior
+    beta_g: Float[Tensor, "1"]  # weight of the prior in the gain
+    beta_a: Float[Tensor, "1"]  # weight of log λ̄ in attention
     observation: Belief  # e and λ_obs in the residual stream, (b, t, d)
     n_eff: Float[Tensor, "b h t"]  # effective sample size per head, [1]
     weights: Float[Tensor, "b h t j"] | None  # kriging weights, with the explicit attention
@@ -587,7 +588,7 @@ class FilteringLayer(_Mixed):
         if not isinstance(seen, Seen):
             raise ValueError(f"attn_implementation must be one of {', '.join(map(repr, IMPLEMENTATIONS))}, got {self.self_attn.config._attn_implementation!r}")
         observation = Belief(e.to(belief.mean.dtype), stream_precision(seen.variance, effective_weight(self.self_attn.o_proj)))
-        self.bft.report(LayerTrace(belief, self.bft.beta_g, observation, seen.n_eff, seen.weights))
+        self.bft.report(LayerTrace(belief, self.bft.beta_g, self.bft.beta_a.clone(), observation, seen.n_eff, seen.weights))
         return observation
 
     def predict(self, posterior: Belief) -> Tensor:
