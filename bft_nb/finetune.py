@@ -5,10 +5,14 @@ focal and GCE by their loss.
 """
 
 import contextlib
+import hashlib
 import io
+import json
 import math
+import shutil
 import tempfile
 import warnings
+import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,9 +23,9 @@ from torch import nn
 
 from bft_nb.core import check_count, check_option, check_positive
 from bft_nb.models import load_model
-from bft_nb.qa import Collator, Example, loss_func
+from bft_nb.qa import Collator, Example, Question, check_lengths, evaluating, loss_func, prompt_ids, room
 
-__all__ = ["ADAPTERS", "DTYPES", "METHODS", "Method", "Prepared", "Tuned", "adapted", "added_parameters", "answering", "converted", "finetune", "length_grouped", "prepare"]
+__all__ = ["ADAPTERS", "DTYPES", "LEARNT", "METHODS", "Method", "Prepared", "Tuned", "adapted", "added_parameters", "answering", "converted", "finetune", "learnt", "length_grouped", "prepare"]
 
 
 class Method(NamedTuple):
@@ -43,6 +47,7 @@ METHODS: dict[str, Method] = {
 }
 ADAPTERS = ("lora", "full")
 DTYPES = ("float32", "bfloat16")  # of a step: float32 throughout, or autocast
+LEARNT = ("gain", "beta_g", "beta_a", "log_lam_bar")  # what `learnt` measures
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
@@ -90,13 +95,13 @@ def adapted(model: nn.Module, method: str, adapter: str, rank: int) -> nn.Module
 
 
 def prepare(
-    name: str,  # of `bft_nb.models.load_model`
+    name: str | tuple[Any, Any],  # of `bft_nb.models.load_model`, or what it gave
     method: str,  # a key of `METHODS`
     calibration: Sequence[str] = (),  # texts that set the scales of the filter
     *,
     adapter: str = "lora",  # "lora": matrices of low rank beside all projections; "full": every weight
     rank: int = 16,  # of the low-rank matrices
-    dtype: str = "float32",  # of the weights; the precision stays float32
+    dtype: str = "float32",  # of the weights of a model by name; the precision stays float32
     max_length: int = 256,  # tokens of a calibration text
     seed: int = 0,  # of the low-rank matrices
     **start: Any,  # of the filter: keywords of `bft_nb.llama.convert`
@@ -107,11 +112,13 @@ def prepare(
     check_count("rank", rank)
     if METHODS[method].added == "bft" and not calibration:
         raise ValueError("calibration must hold one text at least: the filter's scales are measured on it")
-    model, tokenizer = load_model(name, dtype)
+    model, tokenizer = load_model(name, dtype) if isinstance(name, str) else name
     model = converted(model, method, **start)
     if METHODS[method].added == "bft":
         from bft_nb.llama import calibrate
 
+        if max_length > room(model):
+            raise ValueError(f"max_length must be at most {room(model)}, the tokens that the model can take, got {max_length}")
         calibrate(model, tokenizer(list(calibration), return_tensors="pt", padding=True, truncation=True, max_length=max_length))
     more = added_parameters(model, method)
     torch.manual_seed(seed)
@@ -162,14 +169,14 @@ def finetune(
     seed: int = 0,  # order of examples and dropout
     dtype: str = "float32",  # "bfloat16": autocast
     device: str = "auto",
-    out_dir: str | Path | None = None,  # checkpoints, four over the run; called again with the same folder, a killed run goes on. None: none are kept
+    out_dir: str | Path | None = None,  # checkpoints, four over the run; called again with the same folder and arguments, a killed run goes on. None: none are kept
     progress: bool = False,
 ) -> Tuned:
-    "Train for a number of steps, in place. Raises `ValueError` for impossible arguments, `FloatingPointError` if a loss or a weight is no longer finite."
+    "Train for a number of steps, in place. Raises `ValueError` for impossible arguments, examples longer than the model can take and an `out_dir` of another run, `FloatingPointError` if a loss or a weight is no longer finite."
     from transformers import PrinterCallback, Trainer, TrainingArguments
 
     from bft_nb._trainer import LastStep
-    from bft_nb.training import resolve_device, run_trainer
+    from bft_nb.training import _check_out_dir, resolve_device, run_trainer
 
     check_option("method", method, METHODS)
     check_option("dtype", dtype, DTYPES)
@@ -178,6 +185,10 @@ def finetune(
     check_positive("lr", lr)
     if not len(examples):
         raise ValueError("examples must hold one at least")
+    check_lengths(examples, model)
+    if out_dir is not None:
+        settings = dict(method=method, steps=steps, lr=lr, precision_lr=precision_lr or lr, batch_size=batch_size, seed=seed, dtype=dtype)
+        _check_out_dir(Path(out_dir), _settings_hash(model, examples, settings))
     place = resolve_device(device)
     order = length_grouped([len(e.input_ids) for e in examples], steps, batch_size, seed)
     with tempfile.TemporaryDirectory() as scratch:
@@ -193,7 +204,7 @@ def finetune(
         )  # fmt: skip
         trainer.remove_callback(PrinterCallback)
         trainer.add_callback(LastStep)
-        checkpoint = _last(out_dir)
+        checkpoint = _last_checkpoint(Path(out_dir)) if out_dir else None
         with contextlib.redirect_stdout(io.StringIO()) if not progress else contextlib.nullcontext():
             run_trainer(trainer, checkpoint)
     losses = [{"step": row["step"], "loss": row["loss"]} for row in trainer.state.log_history if "loss" in row]
@@ -204,10 +215,39 @@ def finetune(
     return Tuned(losses, float(next((row["train_runtime"] for row in reversed(trainer.state.log_history) if "train_runtime" in row), math.nan)))
 
 
-def _last(out_dir: str | Path | None) -> str | None:
-    from transformers.trainer_utils import get_last_checkpoint
+def _settings_hash(model: nn.Module, examples: Sequence[Example], settings: dict[str, Any]) -> str:
+    "Identifies a run: what is trained (shapes; a run that goes on takes its weights from the checkpoint), on what and how."
+    shapes = {name: list(p.shape) for name, p in model.named_parameters() if p.requires_grad}
+    found = hashlib.sha256(json.dumps(settings | {"shapes": shapes}, sort_keys=True).encode())
+    for e in examples:
+        found.update(e.input_ids.numpy().tobytes() + e.labels.numpy().tobytes())
+    return found.hexdigest()[:16]
 
-    return get_last_checkpoint(str(out_dir)) if out_dir and Path(out_dir).is_dir() else None
+
+def _is_whole(checkpoint: Path) -> bool:
+    "Can a run go on from here: weights or low-rank matrices, optimiser, schedule, generators and state?"
+    from safetensors import SafetensorError, safe_open
+
+    weights, random = list(checkpoint.glob("*.safetensors")), list(checkpoint.glob("rng_state*.pth"))
+    try:
+        json.loads((checkpoint / "trainer_state.json").read_text())
+        for path in weights:
+            with safe_open(path, "pt") as tensors:
+                tensors.keys()
+    except (OSError, ValueError, SafetensorError):
+        return False
+    return bool(weights and random) and all(map(zipfile.is_zipfile, (checkpoint / "optimizer.pt", checkpoint / "scheduler.pt", *random)))
+
+
+def _last_checkpoint(out_dir: Path) -> str | None:
+    "Newest whole checkpoint; half-written ones are removed."
+    from bft_nb.training import _numbered
+
+    found = {path: _is_whole(path) for path in _numbered(out_dir)}
+    for path, whole in found.items():
+        if not whole:
+            shutil.rmtree(path, ignore_errors=True)
+    return next((str(path) for path, whole in found.items() if whole), None)
 
 
 @contextlib.contextmanager
@@ -226,3 +266,22 @@ def answering(
     finally:
         if mergeable:
             model.unmerge_adapter()
+
+
+def learnt(
+    model: nn.Module,  # from `prepare`, tuned or not
+    method: str,  # that of `prepare`
+    tokenizer: Any,
+    questions: Sequence[Question],  # whose prompts are read, one by one
+) -> dict[str, float]:
+    "Means over prompts, tokens and layers of a filter: gain K, weights of the prior β_g and of the precision in attention β_a, log λ̄. Nothing where the method is no filter."
+    if METHODS[method].added != "bft":
+        return {}
+    from bft_nb.llama import trace
+
+    found = []
+    with evaluating(model):
+        for q in questions:
+            records = trace(model, input_ids=torch.tensor([prompt_ids(q, tokenizer)], device=model.device))
+            found += [(r.gain.mean(), r.beta_g, r.beta_a, r.lam_bar.log().mean()) for r in records]
+    return {name: float(np.mean([float(x) for x in values])) for name, values in zip(LEARNT, zip(*found))}

@@ -16,6 +16,7 @@ __all__ = ['LEAST', 'MOST', 'UNITS', 'SETTINGS', 'IMPLEMENTATIONS', 'JACOBIAN_NA
 # %% ../nbs/40_llama.ipynb #0d2c88dc
 import importlib
 import math
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -92,6 +93,7 @@ class LayerFilter(Added):
         self.first, self.last = layer_idx == 0, layer_idx == config.num_hidden_layers - 1
         self.beta_a, self.root_beta_g = nn.Parameter(torch.empty(1)), nn.Parameter(torch.empty(1))
         self.register_buffer("value_scale", torch.empty(config.num_attention_heads))  # [v²/h²]
+        self.register_buffer("form", torch.empty(2, dtype=torch.long))  # which units, and whether there is a Jacobian: settings that no other tensor shows
         if self.first:
             self.tau = MLPPrecision(d)
             self.register_buffer("tau_scale", torch.empty(1))  # [h⁻²]
@@ -107,6 +109,7 @@ class LayerFilter(Added):
         init.constant_(self.beta_a, self.config.bft_beta_a)
         init.constant_(self.root_beta_g, math.sqrt(self.config.bft_beta_g))
         init.ones_(self.value_scale)
+        init.copy_(self.form, torch.tensor([UNITS.index(self.config.bft_units), self.config.bft_jacobian != "none"]))
         if self.first:
             init.ones_(self.tau_scale)
             init.zeros_(self.tau.net[2].weight)
@@ -114,6 +117,14 @@ class LayerFilter(Added):
         if not self.last:
             init.constant_(self.raw_noise, math.log(math.e - 1))  # softplus of it is 1
             init.constant_(self.noise_scale, self.config.bft_noise_ratio)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        "Refuse the weights of another form of filter, as adapters come without the model's configuration."
+        saved = state_dict.get(f"{prefix}form", self.form)
+        if not torch.equal(saved.to(self.form.device), self.form):
+            of, ours = (f"units={UNITS[form[0]]!r} and jacobian{'≠' if form[1] else '='}'none'" for form in (saved.tolist(), self.form.tolist()))
+            raise ValueError(f"these are the weights of a filter with {of}, but the model was converted with {ours}: give convert the same")
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     @property
     def beta_g(self) -> Tensor:
@@ -317,7 +328,8 @@ class LayerTrace(NamedTuple):
     "What a layer believed on entry and what it saw."
 
     belief: Belief  # h and λ on entry, (b, t, d)
-    beta_g: Float[Tensor, "1"]  # weight of the prior
+    beta_g: Float[Tensor, "1"]  # weight of the prior in the gain
+    beta_a: Float[Tensor, "1"]  # weight of log λ̄ in attention
     observation: Belief  # e and λ_obs in the residual stream, (b, t, d)
     n_eff: Float[Tensor, "b h t"]  # effective sample size per head, [1]
     weights: Float[Tensor, "b h t j"] | None  # kriging weights, with the explicit attention
@@ -367,7 +379,7 @@ class FilteringLayer(_Mixed):
         if not isinstance(seen, Seen):
             raise ValueError(f"attn_implementation must be one of {', '.join(map(repr, IMPLEMENTATIONS))}, got {self.self_attn.config._attn_implementation!r}")
         observation = Belief(e.to(belief.mean.dtype), stream_precision(seen.variance, effective_weight(self.self_attn.o_proj)))
-        self.bft.report(LayerTrace(belief, self.bft.beta_g, observation, seen.n_eff, seen.weights))
+        self.bft.report(LayerTrace(belief, self.bft.beta_g, self.bft.beta_a.clone(), observation, seen.n_eff, seen.weights))
         return observation
 
     def predict(self, posterior: Belief) -> Tensor:
@@ -473,7 +485,10 @@ def make_family(
 
     def derive(end: str, *mixin: type, **members: Any) -> Any:
         doc = f"`{name}{end}` as `bft_nb.{conversion.mixins[0].__module__.split('.')[-1]}.{conversion.function}` makes it."
-        return type(f"{conversion.prefix}{name}{end}", (*mixin, getattr(source, name + end)), {"__module__": conversion.mixins[0].__module__, "__doc__": doc, **members})
+        home, called = conversion.mixins[0].__module__, f"{conversion.prefix}{name}{end}"
+        made = type(called, (*mixin, getattr(source, name + end)), {"__module__": home, "__doc__": doc, **members})
+        setattr(sys.modules[home], called, made)  # where pickle looks for it
+        return made
 
     part, stack, language_model = conversion.mixins
     types, defaults = ({field: setting[i] for field, setting in conversion.settings.items()} for i in (0, 1))

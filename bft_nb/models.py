@@ -134,6 +134,14 @@ def quiet(progress: bool) -> Iterator[None]:
             logging.enable_progress_bar()
 
 
+def complete(model: Any, info: dict[str, Any]) -> Any:
+    "A model as transformers has loaded it; `ValueError` if tensors were missing, which it fills with random numbers (those of a filter or gate have a start of their own)."
+    missing = sorted(name for name in info["missing_keys"] if not any(ours in name for ours in (".bft.", ".self_attn.gate.")))
+    if missing:
+        raise ValueError(f"the weights lack {len(missing)} of the model's tensors, {missing[0]} the first of them")
+    return model
+
+
 def read_gguf(path: Path, dtype: str = "float32", progress: bool = False) -> tuple[Any, Any]:
     "A causal language model and its tokenizer from a GGUF file, dequantised; `ValueError` where the file is damaged or its architecture unknown."
     require("transformers", "gguf", "accelerate", "torch")
@@ -143,8 +151,8 @@ def read_gguf(path: Path, dtype: str = "float32", progress: bool = False) -> tup
     where = dict(gguf_file=path.name, local_files_only=True)
     try:
         with quiet(progress):
-            model = AutoModelForCausalLM.from_pretrained(path.parent, quantization_config=GgufConfig(dequantize=True), dtype=getattr(torch, dtype), **where)
-            return model, AutoTokenizer.from_pretrained(path.parent, **where)
+            loaded = AutoModelForCausalLM.from_pretrained(path.parent, quantization_config=GgufConfig(dequantize=True), dtype=getattr(torch, dtype), output_loading_info=True, **where)
+            return complete(*loaded), AutoTokenizer.from_pretrained(path.parent, **where)
     except Exception as e:  # the reader raises whatever its parser meets first
         raise ValueError(f"{path.name} is not a whole GGUF file of a causal language model that transformers knows ({type(e).__name__}: {e})") from e
 
@@ -306,10 +314,12 @@ def from_place(place: str | Path, dtype: Any, progress: bool, **where: Any) -> t
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    import bft_nb.gates  # noqa: F401 - it and `llama`, which it imports, make the classes of converted models known
+
     try:
         with quiet(progress):
             tokenizer = AutoTokenizer.from_pretrained(place, **where)
-            return AutoModelForCausalLM.from_pretrained(place, dtype=dtype, **where), tokenizer
+            return complete(*AutoModelForCausalLM.from_pretrained(place, dtype=dtype, output_loading_info=True, **where)), tokenizer
     except SafetensorError as e:
         raise ValueError(f"the weights of {str(place)!r} are damaged ({e}): delete them and fetch the model again") from e
     except (ValueError, KeyError, RuntimeError) as e:

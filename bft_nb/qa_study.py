@@ -1,54 +1,97 @@
 """What the pages of the language studies share: which stored rows make a cell, and differences taken answer by answer.
 
-A cell is a method under one condition at the budget of its study; several seeds of it may be stored. Its learning rate is the one
-that did best on the validation questions. Every function takes what is stored so far, which may be nothing.
+A cell is a method under one condition at the budget of its study; several seeds of it may be stored. Its rates (the learning rate, and that
+of what the method adds to the layers where it is another) are those that did best on the validation questions. Every function takes what is
+stored so far, which may be nothing.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from bft_nb.finetune import METHODS
+from bft_nb.core import check_option
+from bft_nb.finetune import LEARNT, METHODS
 from bft_nb.ranking import Estimate, bootstrap_mean
 from bft_nb.report import choose, load_rows, results_folder, runs_of, signed
 from bft_nb.results import COLUMNS, load_answers, ranks_path
 
-__all__ = ["ROLES", "advantage", "answers", "both", "cell", "changed", "level", "mean", "outcomes", "per_question", "seeds", "shown", "study_rows", "tuned", "tuning"]
+__all__ = [
+    "BUDGETS", "RAG", "ROLES", "SQUAD", "advantage", "answers", "both", "cell", "changed", "choices", "leads", "learnt", "level", "mean", "outcomes", "per_question",
+    "seeds", "shown", "stray", "study_rows", "tuned", "tuning",
+]  # fmt: skip
 
 ROLES = {"sft": "baseline", "focal": "noise", "gce": "other", "bft": "posterior", "headwise": "truth", "elementwise": "prior", "sink": "observation"}  # of `bft_nb.figures.COLOUR`
 
 
+SQUAD = dict(
+    model="smollm2", dataset="squad_v1.1_train_part", corruption="uniform", adapter="lora", max_length=128, answer_length=16, steps=250, batch_size=4, n_eval=500, dtype="bfloat16",
+)  # fmt: skip
+RAG = dict(
+    model="smollm2", dataset="nq_open_bm25_distractors", k_train=2, words=12, adapter="lora", max_length=224, answer_length=16, steps=150, batch_size=4, dtype="bfloat16",
+)  # fmt: skip
+BUDGETS: dict[str, dict[str, Any]] = {"squad_noise": SQUAD, "rag_distractors": RAG}  # of the studies in the book
+
+
+def _rates(rows: pd.DataFrame) -> pd.Series:
+    "The rates of each row as text: `0.001`, or `0.001, own 0.01` where what a method adds to the layers has a rate of its own."
+    own = rows["precision_lr"] if "precision_lr" in rows else pd.Series(np.nan, index=rows.index)
+    return pd.Series([f"{lr:g}" if np.isnan(more) or more == lr else f"{lr:g}, own {more:g}" for lr, more in zip(rows["lr"], own)], index=rows.index, dtype=object)
+
+
 def study_rows(experiment: str, folder: Path | None = None, **budget: Any) -> pd.DataFrame:
-    "Stored rows of a study at its budget; without any, an empty table."
+    "Stored rows of a study at its budget (`BUDGETS`, some of it exchanged), with a column `rates`; without any, an empty table. `ValueError` for an experiment that is none of these studies."
+    check_option("experiment", experiment, BUDGETS)
     try:
         rows = load_rows(experiment, folder)
     except FileNotFoundError:
-        return pd.DataFrame(columns=list(COLUMNS))
-    slow = rows["precision_lr"] if "precision_lr" in rows else rows["lr"]
-    return choose(rows[slow.isna() | (slow == rows["lr"])], **budget)
+        return pd.DataFrame(columns=[*COLUMNS, "lr", "rates"])
+    return choose(rows.assign(rates=_rates(rows)), **BUDGETS[experiment] | budget)
 
 
 def tuning(rows: pd.DataFrame, split: str = "valid", **condition: Any) -> pd.DataFrame:
-    "F1 on the validation questions at seed 0 by method (down) and learning rate (across)."
+    "F1 on the validation questions at seed 0 by method (down) and rates (across)."
     tried = choose(rows, seed=0, split=split, metric="f1", **condition)
     if tried.empty:
         return pd.DataFrame()
-    table = tried.pivot_table(index="method", columns="lr", values="value")
-    return table.reindex([m for m in METHODS if m in table.index])
+    table = tried.pivot_table(index="method", columns="rates", values="value")
+    return table.reindex(index=[m for m in METHODS if m in table.index], columns=tried.sort_values(["lr", "rates"])["rates"].unique())
 
 
-def tuned(rows: pd.DataFrame, method: str, **condition: Any) -> float | None:
-    "The learning rate that did best there; None if none was tried. Arguments as for `tuning`."
+def tuned(rows: pd.DataFrame, method: str, **condition: Any) -> str | None:
+    "The rates that did best there; None if none were tried. Arguments as for `tuning`."
     table = tuning(rows, **condition)
-    return float(table.loc[method].idxmax()) if method in table.index else None
+    return str(table.loc[method].idxmax()) if method in table.index else None
 
 
-def cell(rows: pd.DataFrame, method: str, lr: float | None, **condition: Any) -> pd.DataFrame:
-    "All seeds of a method at a learning rate under a condition; empty if nothing is stored, or the rate is None."
-    return rows.iloc[:0] if lr is None else choose(rows, method=method, lr=lr, **condition)
+def choices(rows: pd.DataFrame, **condition: Any) -> pd.DataFrame:
+    "`tuning` in points of 100, the rates that did best, and whether their learning rate is the smallest or largest that the method was tried with."
+    table = tuning(rows, **condition)
+    best = {m: tuned(rows, m, **condition) for m in table.index}
+    lr = dict(zip(rows["rates"], rows["lr"]))
+    tried = {m: [lr[name] for name in table.columns[table.loc[m].notna()]] for m in best}
+    edge = {m: "smallest tried" if lr[name] == min(tried[m]) else "largest tried" if lr[name] == max(tried[m]) else "" for m, name in best.items()}
+    return (100 * table).round(1).assign(**{"chosen": pd.Series(best, dtype=object), "at the edge": pd.Series(edge, dtype=object)})
+
+
+def stray(rows: pd.DataFrame, chosen: Mapping[str, str | None], **tried: Any) -> pd.DataFrame:
+    "Stored runs at other rates than those chosen for their method, which no cell holds; those that served to choose (seed 0, and what is `tried`) are not among them."
+    other = rows[rows["rates"] != rows["method"].map(chosen)] if len(rows) else rows
+    other = other.drop(choose(other, seed=0, **tried).index)
+    return other.reindex(columns=["method", "rates", "seed", *tried]).drop_duplicates().reset_index(drop=True)
+
+
+def cell(rows: pd.DataFrame, method: str, rates: str | None, **condition: Any) -> pd.DataFrame:
+    "All seeds of a method at the rates of `tuned` under a condition; empty if nothing is stored, or the rates are None."
+    return rows.iloc[:0] if rates is None else choose(rows, method=method, rates=rates, **condition)
+
+
+def learnt(rows: pd.DataFrame) -> dict[str, float]:
+    "What `bft_nb.finetune.learnt` measured after training, averaged over the seeds of a cell; nothing where the method is no filter."
+    found = choose(rows, split="train").groupby("metric")["value"].mean()
+    return {name: float(found[name]) for name in LEARNT if name in found}
 
 
 def answers(rows: pd.DataFrame, split: str = "test", folder: Path | None = None) -> dict[int, dict[str, np.ndarray]]:
@@ -81,6 +124,12 @@ def advantage(candidate: pd.DataFrame, baseline: pd.DataFrame, split: str = "tes
     "Candidate minus baseline for each question in points of 100, averaged over the seeds that both have; empty if they share no seed."
     a, b = both(candidate, baseline, split, folder)
     return per_question(a, metric) - per_question(b, metric)
+
+
+def leads(pairs: Mapping[Any, tuple[pd.DataFrame, pd.DataFrame]], split: str = "test", metric: str = "f1", folder: Path | None = None) -> dict[Any, np.ndarray]:
+    "`advantage` of each pair of cells that share a seed."
+    found = {name: advantage(*pair, split, metric, folder) for name, pair in pairs.items()}
+    return {name: lead for name, lead in found.items() if len(lead)}
 
 
 def mean(values: np.ndarray) -> str:

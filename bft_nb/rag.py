@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import DynamicCache, LlamaForCausalLM
 
 from bft_nb.core import check_count
-from bft_nb.qa import GOLD, Collator, Question, Retrieved, evaluating, first_line, lookup, prompt_ids
+from bft_nb.qa import GOLD, Collator, Question, Retrieved, check_asked, evaluating, first_line, lookup, prompt_ids, room
 
 __all__ = ["answer_growing", "lookup_retrieved", "mixed", "snippet", "snippets"]
 
@@ -123,14 +123,16 @@ def answer_growing(
 ) -> list[list[str]]:  # for each context, first lines
     """Greedy answers like those of `bft_nb.qa.answer`, to rounding; what neighbouring contexts share is read once.
 
-    Raises `ValueError` for contexts that do not fit into the model, or that do not begin alike.
+    Raises `ValueError` for empty questions or contexts, and contexts that do not fit into the model, or that do not begin alike.
     """
     check_count("max_new_tokens", max_new_tokens)
     check_count("batch_size", batch_size)
+    for q in (q for questions in contexts for q in questions):
+        check_asked(q)
     ids = [[prompt_ids(q, tokenizer) for q in questions] for questions in contexts]
     if not ids or len({len(rows) for rows in ids}) > 1 or not ids[0]:
         raise ValueError(f"contexts must hold the same questions, one at least, got {[len(rows) for rows in ids]} of them")
-    limit, longest = model.config.max_position_embeddings, max(len(r) for rows in ids for r in rows)
+    limit, longest = room(model), max(len(r) for rows in ids for r in rows)
     if longest + max_new_tokens > limit:
         raise ValueError(f"a prompt has {longest} tokens, with {max_new_tokens} for the answer that is longer than the model's {limit}")
     order = sorted(range(len(ids[0])), key=lambda i: len(ids[-1][i]))

@@ -5,8 +5,10 @@ import pytest
 import torch
 
 from bft_nb import finetune as ft
-from bft_nb.finetune import METHODS, answering, finetune, length_grouped, prepare
-from bft_nb.qa import Collator, encode, lookup
+from bft_nb.finetune import LEARNT, METHODS, answering, finetune, learnt, length_grouped, prepare
+from bft_nb.llama import trace
+from bft_nb.models import load_model
+from bft_nb.qa import Collator, Example, encode, lookup, prompt_ids
 from bft_nb.results import load_answers, save_answers
 
 QUICK = dict(steps=4, lr=1e-3, device="cpu")
@@ -75,6 +77,24 @@ def test_a_killed_run_goes_on(method, questions, tmp_path, monkeypatch):
         torch.testing.assert_close(weights(again.model)[name], p, atol=0, rtol=0)
 
 
+@pytest.mark.parametrize("adapter", ft.ADAPTERS)
+def test_a_half_written_checkpoint_is_passed_over(adapter, questions, tmp_path):
+    run = QUICK | dict(steps=8, out_dir=tmp_path)
+    made, examples, collate = ready("bft", questions, adapter=adapter)
+    finetune(made.model, examples, collate, "bft", **run)
+    last = tmp_path / "checkpoint-8"
+    for lost in ("trainer_state.json", "optimizer.pt", next(last.glob("*.safetensors")).name):
+        (last / lost).unlink()
+        again = ready("bft", questions, adapter=adapter)[0]
+        finetune(again.model, examples, collate, "bft", **run)
+        assert all(torch.equal(p, weights(made.model)[name]) for name, p in weights(again.model).items()) and (last / lost).exists()
+    for other in (dict(lr=1e-2), dict(steps=9), dict(precision_lr=1e-2), dict(seed=1)):
+        with pytest.raises(ValueError, match="holds a run with other settings or data"):
+            finetune(made.model, examples, collate, "bft", **run | other)
+    with pytest.raises(ValueError, match="holds a run with other settings or data"):
+        finetune(made.model, examples[1:], collate, "bft", **run)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [(dict(steps=0), "steps must be at least 1, got 0"), (dict(batch_size=0), "batch_size"), (dict(lr=0.0), "lr must be positive"), (dict(method="dpo"), "got 'dpo'"), (dict(dtype="float16"), "dtype must be one of 'float32', 'bfloat16', got 'float16'")],
@@ -86,6 +106,11 @@ def test_bad_arguments(change, message, questions):
         finetune(made.model, examples, collate, **settings)
     with pytest.raises(ValueError, match="examples must hold one at least"):
         finetune(made.model, [], collate, "sft", **QUICK)
+    long = Example(*(torch.ones(513, dtype=torch.long) for _ in range(2)))
+    with pytest.raises(ValueError, match="an example has 513 tokens, longer than the model's 512"):
+        finetune(made.model, [*examples, long], collate, "sft", **QUICK)
+    with pytest.raises(ValueError, match="max_length must be at most 512, the tokens that the model can take, got 513"):
+        prepare("tiny", "bft", ["a text"], max_length=513)
 
 
 def test_a_filter_needs_texts_and_a_known_adapter(questions):
@@ -141,6 +166,24 @@ def test_the_model_is_asked_as_it_was_tuned(method, questions):
         torch.testing.assert_close(made.model(**batch).logits, before, atol=1e-4, rtol=1e-4)
     with pytest.raises(ValueError, match="dtype must be one of"), answering(made.model, "float16"):
         pass
+
+
+def test_what_a_filter_has_learnt_is_measured(questions):
+    assert learnt(ready("sft", questions)[0].model, "sft", None, questions) == {}
+    made, examples, collate = ready("bft", questions)
+    before = learnt(made.model, "bft", made.tokenizer, questions[:2])
+    assert tuple(before) == LEARNT and 0.5 < before["gain"] < 1 and (before["beta_g"], before["beta_a"]) == pytest.approx((0.01, 0.25))
+    finetune(made.model, examples, collate, "bft", **QUICK, precision_lr=0.1)
+    after = learnt(made.model, "bft", made.tokenizer, questions[:1])
+    records = trace(made.model.eval(), input_ids=torch.tensor([prompt_ids(questions[0], made.tokenizer)]))
+    wanted = [(r.gain.mean(), r.beta_g, r.beta_a, r.lam_bar.log().mean()) for r in records]
+    assert list(after.values()) == pytest.approx(np.mean([[float(x) for x in row] for row in wanted], 0)) and abs(after["beta_a"] - 0.25) > 0.01
+
+
+def test_a_model_that_is_loaded_already(questions):
+    loaded = load_model("tiny")
+    made = prepare(loaded, "bft", [questions[0].context], adapter="full")
+    assert made.model is loaded[0] and made.tokenizer is loaded[1]
 
 
 def test_answers_are_stored_with_their_scores(tmp_path):

@@ -1,6 +1,7 @@
 "A gated language model: the plain one at the start, the closed form away from it, and whole in every use."
 
 import json
+import pickle
 import re
 
 import pytest
@@ -275,6 +276,14 @@ def test_attention_weights_are_there_with_the_explicit_attention():
     model = strong(gate="sink")
     for w, g in zip(model(**batch(), output_attentions=True).attentions, trace_gates(model, **batch()), strict=True):
         assert_close(w.sum(-1), g.squeeze(-1).transpose(1, 2))
+
+
+@families
+@gates
+def test_pickling(name, gate):
+    model = strong(name, gate)
+    again = pickle.loads(pickle.dumps(model))
+    assert type(again) is type(model) and torch.equal(logits(again, **batch()), logits(model, **batch()))
 
 
 def test_what_gates_cost():

@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from bft_nb.layer import project, reliability
 from bft_nb.llama import (
     FAMILIES, BFTLlamaConfig, BFTLlamaForCausalLM, LayerFilter, calibrate, convert, from_channels, layer_filters, pack, parameter_groups, to_channels, trace, unpack,
 )  # fmt: skip
+from bft_nb.models import tiny_llama, tiny_tokenizer
 
 SIZES = dict(
     vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128,
@@ -419,6 +421,21 @@ def test_lora_trains_saves_and_loads_the_precision(tmp_path):
     assert_close(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval(), **batch()), logits(merged, **batch()))
 
 
+@pytest.mark.parametrize("other", [dict(units="normalised"), dict(jacobian="none")])
+def test_an_adapter_of_another_form_of_filter_is_refused(other, tmp_path):
+    peft = pytest.importorskip("peft")
+    lora(convert(plain(), **other)).save_pretrained(tmp_path)
+    assert peft.PeftModel.from_pretrained(convert(plain(), **other), tmp_path)
+    with pytest.raises(ValueError, match=r"of a filter with units=.*, but the model was converted with units='stream' and jacobian≠'none': give convert the same"):
+        peft.PeftModel.from_pretrained(convert(plain()), tmp_path)
+
+
+@families
+def test_pickling(name):
+    model = convert(plain(name))
+    assert torch.equal(logits(pickle.loads(pickle.dumps(model)), **batch()), logits(model, **batch()))
+
+
 def test_lora_with_gradient_checkpointing_and_generation():
     tuned = lora(strong()).train()
     tuned.gradient_checkpointing_enable({"use_reentrant": False})
@@ -616,8 +633,15 @@ def test_tinyllama_pays_less_than_a_thousandth():
     assert extra / total < 1e-3
 
 
-def test_the_opening_of_the_chapter_is_what_the_chapter_runs():
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing")
+def test_the_opening_of_the_chapter_is_what_the_chapter_runs(tmp_path):
     twin = (Path(__file__).parent.parent / "nbs" / "_py" / "40_llama.py").read_text(encoding="utf-8")
-    shown = re.search(r"# ```python\n(.*?)# ```", twin, re.DOTALL)[1].replace("# ", "", 1).replace("\n# ", "\n").replace("\n#\n", "\n\n").strip()
+    imports, shown = (block.replace("\n# ", "\n").replace("\n#\n", "\n\n")[2:].strip() for block in re.findall(r"# ```python\n(.*?)# ```", twin, re.DOTALL)[:2])
     assert len([line for line in shown.splitlines() if line]) <= 15
     assert shown in twin
+    tokenizer = tiny_tokenizer()
+    for part in (tiny_llama(tokenizer, d=32), tokenizer):
+        part.save_pretrained(tmp_path / "tiny")
+    space = {"name": str(tmp_path / "tiny"), "folder": str(tmp_path / "tuned"), "texts": ["A belief.", "A mean and a precision."]}
+    exec(f"{imports}\n{shown}", space)
+    assert space["generated"].shape[0] == 1 and (tmp_path / "tuned" / "adapter_model.safetensors").exists()

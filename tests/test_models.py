@@ -19,6 +19,8 @@ from hypothesis import strategies as st
 
 from bft_nb import cli, models
 from bft_nb.download import DownloadError
+from bft_nb.gates import convert_gated
+from bft_nb.llama import convert
 from bft_nb.models import Packaged, fetch_model, load_model, tiny_llama, tiny_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -239,6 +241,22 @@ def test_folders(original, tmp_path):
     with pytest.raises(ValueError, match="can't be loaded as a causal language model .*T5"): load_model(str(tmp_path / "a"))
     (tmp_path / "a" / "config.json").write_text("{")
     with pytest.raises((OSError, ValueError), match="config"): load_model(str(tmp_path / "a"))
+
+
+def test_weights_that_are_not_all_there(original, tmp_path):
+    model, tokenizer, _, _ = original
+    tokenizer.save_pretrained(tmp_path)
+    weights = {name: p for name, p in model.state_dict().items() if "up_proj" not in name}
+    model.save_pretrained(tmp_path, state_dict=weights)
+    with pytest.raises(ValueError, match=r"weights lack 2 of the model's tensors, model.layers.0.mlp.up_proj.weight the first"): load_model(str(tmp_path))
+
+
+def test_a_converted_model_in_a_new_process(tmp_path):
+    load, tokenizer = "import sys; from bft_nb.models import load_model; print(*(type(load_model(p)[0]).__name__ for p in sys.argv[1:]))", tiny_tokenizer()
+    for name, made in (("bft", convert(tiny_llama(tokenizer))), ("gated", convert_gated(tiny_llama(tokenizer)))):
+        for part in (made, tokenizer): part.save_pretrained(tmp_path / name)
+    done = subprocess.run([sys.executable, "-c", load, tmp_path / "bft", tmp_path / "gated"], capture_output=True, text=True)
+    assert done.stdout.split() == ["BFTLlamaForCausalLM", "GatedLlamaForCausalLM"], done.stderr
 
 
 def test_a_tokenizer_without_padding_gets_its_end_token(original, tmp_path):

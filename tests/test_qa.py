@@ -337,8 +337,13 @@ def test_answers_stop_at_the_end_token_and_the_first_line():
 
 def test_contexts_that_do_not_fit_the_model(model):
     long = replace(ADA, context=ADA.context * 100)
-    with pytest.raises(ValueError, match="'ada' is longer than the model's 512 tokens, 4 of them for the answer"):
+    with pytest.raises(ValueError, match=r"'ada' is longer than the model's 512 tokens, 4 of them for the answer, it has \d{4}"):
         answer(model, WORDS, [long], max_new_tokens=4)
+    with pytest.raises(ValueError, match=r"an example has \d{4} tokens, longer than the model's 512: encode it with max_length=512 at most"):
+        qa.mean_nll(model, [encode(long, WORDS, 9999)], Collator(WORDS))
+    for empty in ("question", "context"):
+        with pytest.raises(ValueError, match=f"'ada': the {empty} is empty"):
+            answer(model, WORDS, [replace(ADA, **{empty: " "})])
     assert len(answer(model, WORDS, [long], max_new_tokens=4, truncate="end")) == 1
     with pytest.raises(ValueError, match="truncate must be one of 'error', 'end', got 'answer'"):
         answer(model, WORDS, [ADA], truncate="answer")
@@ -532,13 +537,15 @@ def test_real_distractors():
         (lambda: encode(replace(ADA, answers=("eight",)), WORDS, 99), ValueError, "the answer 'eight' is not in its context"),
         (lambda: encode(replace(ADA, start=3), WORDS, 99), ValueError, "not in its context"),
         (lambda: encode(replace(ADA, told=" "), WORDS, 99), ValueError, "told must be a text or None"),
-        (lambda: encode(ADA, WORDS, 10), ValueError, "longer than max_length=10 tokens: shorten its context, or choose"),
+        (lambda: encode(ADA, WORDS, 10), ValueError, r"longer than max_length=10 tokens, it has \d\d: shorten its context, or choose"),
         (lambda: encode(ADA, WORDS, 10, "answer"), ValueError, "even without its context"),
         (lambda: encode(ADA, WORDS, 99, "start"), ValueError, "truncate must be one of 'error', 'answer', 'end', got 'start'"),
         (lambda: encode(ADA, WORDS, 0), ValueError, "max_length must be at least 1, got 0"),
         (lambda: corrupt(examples(1), 1.5, 9), ValueError, "noise must lie in 0 … 1, got 1.5"),
-        (lambda: corrupt(examples(1), -0.1, 9), ValueError, "noise must be ≥ 0"),
-        (lambda: corrupt(examples(1), float("nan"), 9), ValueError, "noise must be ≥ 0 and finite, got nan"),
+        (lambda: corrupt(examples(1), -0.1, 9), ValueError, "noise must lie in 0 … 1, got -0.1"),
+        (lambda: corrupt(examples(1), float("nan"), 9), ValueError, "noise must lie in 0 … 1, got nan"),
+        (lambda: corrupt(examples(1), "0.3", 9), ValueError, "noise must lie in 0 … 1, got '0.3'"),
+        (lambda: corrupt(examples(1), True, 9), ValueError, "noise must lie in 0 … 1, got True"),
         (lambda: corrupt(examples(1), 0.5, 0), ValueError, "vocab_size must be at least 1, got 0"),
         (lambda: swap_answers(lookup(3), 2.0), ValueError, "noise must lie in 0 … 1, got 2.0"),
         (lambda: Collator(WORDS, "top"), ValueError, "side must be one of 'left', 'right', got 'top'"),
@@ -559,7 +566,7 @@ def test_real_distractors():
         (lambda: qa.load_questions("squad_v1.1_dv"), ValueError, "did you mean 'squad_v1.1_dev'"),
         (lambda: qa.nq_with_distractors(21), ValueError, "k must be at most 20, got 21"),
         (lambda: qa.nq_with_distractors(2, "second"), ValueError, "gold must be one of 'first', 'middle', 'last', got 'second'"),
-        (lambda: qa.noise_floor(-1.0, 9), ValueError, "noise must be ≥ 0"),
+        (lambda: qa.noise_floor(-1.0, 9), ValueError, "noise must lie in 0 … 1, got -1.0"),
     ],
 )
 def test_refused(call, error, message):

@@ -13,10 +13,10 @@ N = 40
 
 
 def store(folder, method="sft", seed=0, valid=0.4, right=0.5, noise=0.3, lr=1e-3, **params):
-    given = {"method": method, "noise": noise, "lr": lr, "steps": 250} | params
+    given = {k: v for k, v in s.SQUAD.items() if k not in ("model", "dataset")} | {"method": method, "noise": noise, "lr": lr} | params
     if method == "bft":
         given.setdefault("precision_lr", lr)
-    run = dict(exp="squad_noise", dataset="squad", model="smollm2", params=json.dumps(given), seed=seed)
+    run = dict(exp="squad_noise", dataset=s.SQUAD["dataset"], model=s.SQUAD["model"], params=json.dumps(given), seed=seed)
     exact = (np.arange(N) < right * N).astype(int)
     for split, value in (("valid", valid), ("test", exact.mean())):
         append_rows(folder / "squad_noise.csv", make_rows({"f1": value}, **run, split=split, n=N, seconds=1.0, device="cpu", commit="abc"))
@@ -30,22 +30,60 @@ def rows(tmp_path):
     store(tmp_path, seed=1, right=0.6)
     store(tmp_path, "bft", right=0.75)
     store(tmp_path, "bft", valid=0.5, lr=3e-4, right=0.25)
-    store(tmp_path, "bft", valid=0.9, precision_lr=0.1)
-    store(tmp_path, "bft", valid=0.9, steps=9)
-    return s.study_rows("squad_noise", tmp_path, steps=250), tmp_path
+    store(tmp_path, "bft", valid=0.45, precision_lr=1e-2)
+    for other in (dict(steps=9), dict(corruption="swap"), dict(n_eval=9)):  # of another budget
+        store(tmp_path, "bft", valid=0.9, **other)
+    return s.study_rows("squad_noise", tmp_path), tmp_path
 
 
-def test_each_method_at_the_rate_that_did_best(rows):
-    stored, _ = rows
-    assert s.tuning(stored, noise=0.3).loc["sft"].to_dict() == {3e-4: 0.3, 1e-3: 0.4}
-    assert [s.tuned(stored, m, noise=0.3) for m in ("sft", "bft", "gce")] == [1e-3, 3e-4, None]
-    assert s.cell(stored, "sft", 1e-3, noise=0.3)["seed"].unique().tolist() == [0, 1]
-    assert s.cell(stored, "gce", None).empty and s.cell(stored, "sft", 1e-3, noise=0.0).empty
+def test_each_method_at_the_rates_that_did_best(rows):
+    stored, folder = rows
+    assert s.tuning(stored, noise=0.3).loc["bft"].to_dict() == {"0.0003": 0.5, "0.001": 0.4, "0.001, own 0.01": 0.45}
+    assert [s.tuned(stored, m, noise=0.3) for m in ("sft", "bft", "gce")] == ["0.001", "0.0003", None]
+    assert s.cell(stored, "sft", "0.001", noise=0.3)["seed"].unique().tolist() == [0, 1]
+    assert s.cell(stored, "gce", None).empty and s.cell(stored, "sft", "0.001", noise=0.0).empty
+    assert s.choices(stored, noise=0.3)[["chosen", "at the edge"]].values.tolist() == [["0.001", "largest tried"], ["0.0003", "smallest tried"]]
+    store(folder, "bft", valid=0.6, lr=5e-4, precision_lr=1e-2)
+    stored = s.study_rows("squad_noise", folder)
+    assert s.choices(stored, noise=0.3).loc["bft", ["chosen", "at the edge"]].tolist() == ["0.0005, own 0.01", ""]
+    assert len(s.runs_of(s.cell(stored, "bft", "0.0005, own 0.01"))) == 1
+
+
+def test_what_is_stored_at_other_rates_is_named(rows):
+    stored, folder = rows
+    chosen = {m: s.tuned(stored, m, noise=0.3) for m in s.METHODS}
+    assert s.stray(stored, chosen, noise=0.3).empty  # but for the trials
+    store(folder, "bft", noise=0.0)
+    store(folder, "bft", seed=1)
+    found = s.stray(s.study_rows("squad_noise", folder), chosen, noise=0.3)
+    assert found.values.tolist() == [["bft", "0.001", 0, 0.0], ["bft", "0.001", 1, 0.3]]
+
+
+def test_the_budget_is_that_of_the_book_unless_another_is_asked_for(rows):
+    _, folder = rows
+    assert set(s.study_rows("squad_noise", folder)["steps"]) == {250} and set(s.study_rows("squad_noise", folder, steps=9)["steps"]) == {9}
+    with pytest.raises(ValueError, match="experiment must be one of 'squad_noise', 'rag_distractors', got 'squad'"):
+        s.study_rows("squad")
+
+
+def test_cells_without_a_common_seed_have_no_lead(rows):
+    stored, folder = rows
+    sft, bft = s.cell(stored, "sft", "0.001"), s.cell(stored, "bft", "0.001")
+    found = s.leads({0.0: (bft, sft[sft["seed"] == 1]), 0.3: (bft, sft)}, folder=folder)
+    assert found.keys() == {0.3} and found[0.3].shape == (N,)
+
+
+def test_what_a_filter_has_learnt(rows):
+    stored, folder = rows
+    run = s.runs_of(s.cell(stored, "bft", "0.001"))[0]
+    append_rows(folder / "squad_noise.csv", make_rows({"gain": 0.9, "loss": 2.0}, **run, split="train", n=16, seconds=1.0, device="cpu", commit="abc"))
+    stored = s.study_rows("squad_noise", folder)
+    assert s.learnt(s.cell(stored, "bft", "0.001")) == {"gain": 0.9} and s.learnt(s.cell(stored, "sft", "0.001")) == {}
 
 
 def test_differences_are_paired_by_question_over_shared_seeds(rows):
     stored, folder = rows
-    sft, bft = s.cell(stored, "sft", 1e-3), s.cell(stored, "bft", 1e-3)
+    sft, bft = s.cell(stored, "sft", "0.001"), s.cell(stored, "bft", "0.001")
     assert s.level(sft, folder=folder).mean == pytest.approx(55) and s.seeds(sft, folder=folder) == "50.0 / 60.0"
     assert s.shown(bft, folder=folder).startswith("75.0 [")
     lead = s.advantage(bft, sft, folder=folder)
@@ -67,8 +105,8 @@ def test_every_method_has_a_colour():
 
 
 def test_nothing_stored_is_nothing_shown(rows, tmp_path):
-    empty = s.study_rows("rag_distractors", tmp_path, steps=250)
-    assert empty.empty and s.tuning(empty).empty and s.tuned(empty, "sft") is None
+    empty = s.study_rows("rag_distractors", tmp_path)
+    assert empty.empty and s.tuning(empty).empty and s.tuned(empty, "sft") is None and s.stray(empty, {}, n_eval=0).empty and s.choices(empty).empty
     stored, folder = rows
     none = s.cell(stored, "gce", None)
     assert s.shown(none) == s.seeds(none) == s.mean(s.advantage(none, stored.iloc[:0])) == "" and s.level(none) is None
@@ -77,8 +115,8 @@ def test_nothing_stored_is_nothing_shown(rows, tmp_path):
 
 def test_other_questions_are_not_compared(rows):
     stored, folder = rows
-    bft = s.cell(stored, "bft", 1e-3)
+    bft = s.cell(stored, "bft", "0.001")
     run = s.runs_of(bft)[0]
     save_answers(ranks_path(folder / "answers", run, "test"), [f"x{i}" for i in range(N)], [""] * N, [0] * N, [0.0] * N)
     with pytest.raises(ValueError, match="asked different questions"):
-        s.advantage(bft, s.cell(stored, "sft", 1e-3), folder=folder)
+        s.advantage(bft, s.cell(stored, "sft", "0.001"), folder=folder)

@@ -101,10 +101,17 @@ ada.target, ada.span
 
 # %%
 #| exports
-def check_question(q: Question) -> None:
-    "Raise `ValueError` for an empty question, context or answer, and where no accepted answer is in the context."
+def check_asked(q: Question) -> None:
+    "Raise `ValueError` for an empty question or context."
     for name, text in (("question", q.question), ("context", q.context)):
         if not text.strip(): raise ValueError(f"question {q.id!r}: the {name} is empty")
+
+
+# %%
+#| exports
+def check_question(q: Question) -> None:
+    "Raise `ValueError` for an empty question, context or answer, and where no accepted answer is in the context."
+    check_asked(q)
     if not q.answers or not all(a.strip() for a in q.answers): raise ValueError(f"question {q.id!r}: answers must be one text at least, none of them empty, got {q.answers!r}")
     if q.told is not None and not q.told.strip(): raise ValueError(f"question {q.id!r}: told must be a text or None, got {q.told!r}")
     q.span  # noqa: B018 - raises where the answer is not in the context
@@ -523,19 +530,20 @@ def window(
 #| exports
 def shorten(
     q: Question,
-    fits: Callable[[Question], bool],  # is it short enough?
+    length: Callable[[Question], int],  # tokens of a question
+    most: int,  # tokens it may have
     truncate: str,  # "error", "answer" or "end"
-    limit: str,  # for the message
+    limit: str,  # `most` in words, for the message
 ) -> Question:
     "The question, its context cut as far as it must be; `ValueError` where that is not allowed or not enough."
-    if fits(q): return q
-    if truncate == "error": raise ValueError(f"question {q.id!r} is longer than {limit}: shorten its context, or choose how to cut it by truncate='answer' (training) or 'end'")
+    if length(q) <= most: return q
+    if truncate == "error": raise ValueError(f"question {q.id!r} is longer than {limit}, it has {length(q)}: shorten its context, or choose how to cut it by truncate='answer' (training) or 'end'")
     cut = partial(window, q, around_answer=truncate == "answer")
     low, high = 0, len(q.context.split())  # low words fit, as far as known, high do not
-    if not fits(cut(low)): raise ValueError(f"question {q.id!r} is longer than {limit} even without its context")
+    if length(cut(low)) > most: raise ValueError(f"question {q.id!r} is longer than {limit} even without its context, it has {length(cut(low))} then")
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if fits(cut(middle)) else (low, middle)
+        low, high = (middle, high) if length(cut(middle)) <= most else (low, middle)
     return cut(low)
 
 
@@ -553,7 +561,7 @@ def encode(
     check_tokenizer(tokenizer)
     check_question(q)
     answer = answer_ids(q.target if q.told is None else q.told, tokenizer)
-    short = shorten(q, lambda c: len(prompt_ids(c, tokenizer)) + len(answer) <= max_length, truncate, f"max_length={max_length} tokens")
+    short = shorten(q, lambda c: len(prompt_ids(c, tokenizer)) + len(answer), max_length, truncate, f"max_length={max_length} tokens")
     if short is not q: check_question(replace(short, answers=(q.target,)))
     before = prompt_ids(short, tokenizer)
     return Example(torch.tensor(before + answer), torch.tensor([IGNORED] * len(before) + answer))
@@ -587,8 +595,11 @@ def check_share(
     value: Any,
 ) -> None:
     "Raise `ValueError` unless `value` is a number in 0 … 1."
-    check_positive(name, value, zero=True)
-    if value > 1: raise ValueError(f"{name} must lie in 0 … 1, got {value!r}")
+    try:
+        check_positive(name, value, zero=True)
+        fits = value <= 1
+    except ValueError: fits = False
+    if not fits: raise ValueError(f"{name} must lie in 0 … 1, got {value!r}")
 
 
 # %%
@@ -958,6 +969,24 @@ def first_line(
 
 # %%
 #| exports
+def room(model: Any) -> int:
+    "Tokens that a model of transformers can take."
+    return model.config.max_position_embeddings
+
+
+# %%
+#| exports
+def check_lengths(
+    examples: Sequence[Example],
+    model: Any,  # causal language model of transformers
+) -> None:
+    "Raise `ValueError` for an example longer than the model can take."
+    longest = max(len(e.input_ids) for e in examples)
+    if longest > room(model): raise ValueError(f"an example has {longest} tokens, longer than the model's {room(model)}: encode it with max_length={room(model)} at most")
+
+
+# %%
+#| exports
 def answer(
     model: Any,  # causal language model of transformers
     tokenizer: Any,
@@ -966,12 +995,13 @@ def answer(
     batch_size: int = 16,
     truncate: str = "error",  # or "end": cut the end of a context that does not fit
 ) -> list[str]:  # first lines
-    "Greedy answers; `ValueError` for a context that does not fit into the model."
+    "Greedy answers; `ValueError` for an empty question or context, and a context that does not fit into the model."
+    for q in questions: check_asked(q)
     check_count("max_new_tokens", max_new_tokens)
     check_count("batch_size", batch_size)
     check_option("truncate", truncate, ("error", "end"))
-    limit, collate = model.config.max_position_embeddings - max_new_tokens, Collator(tokenizer)
-    short = (shorten(q, lambda c: len(prompt_ids(c, tokenizer)) <= limit, truncate, f"the model's {limit + max_new_tokens} tokens, {max_new_tokens} of them for the answer") for q in questions)
+    limit, collate = room(model), Collator(tokenizer)
+    short = (shorten(q, lambda c: len(prompt_ids(c, tokenizer)) + max_new_tokens, limit, truncate, f"the model's {limit} tokens, {max_new_tokens} of them for the answer") for q in questions)
     rows = [torch.tensor(prompt_ids(q, tokenizer)) for q in short]
     order = sorted(range(len(rows)), key=lambda i: len(rows[i]))  # rows of similar length together
     out = [""] * len(rows)
@@ -1007,9 +1037,10 @@ def mean_nll(
     collate: Collator,
     batch_size: int = 16,
 ) -> float:  # [nats per label token]
-    "Mean cross-entropy per label token."
+    "Mean cross-entropy per label token; `ValueError` without examples, or for one longer than the model can take."
     check_count("batch_size", batch_size)
     if not len(examples): raise ValueError("examples must hold one at least")
+    check_lengths(examples, model)
     parts = []
     for at in range(0, len(examples), batch_size):
         batch = {k: v.to(model.device) for k, v in collate(examples[at : at + batch_size]).items()}

@@ -14,7 +14,9 @@
 # %% [markdown]
 # **The paper says** that on NQ-Open, with passages in the context that a search returned and that do not hold the answer, a model tuned as a filter loses less than the same model tuned plainly [@bft2026]. Kriging is made for this: an observation that deserves no belief should get little weight.
 #
-# **What would refute it here**: the loss from no distractor to twenty is not smaller for the filter than for SFT (a difference of paired differences over the same questions), or the filter answers no better with twenty, wherever the gold passage stands.
+# **What would refute it here**: the loss from no distractor to twenty is not smaller for the filter than for SFT (a difference of paired differences over the same questions), or the filter answers no better with twenty. With twenty, the gold passage stands first or in the middle; last, as with five, it has not been asked for.
+#
+# "As a filter" is a matter of degree. The shipped start keeps the gain $K$ near 1, where the filter is almost the plain model, and a step of training moves the filter's own parameters by about its learning rate at most. So the filter is also tried with a larger rate for these, and what they have learnt is a table below.
 #
 # This page runs *one* cell of the study, one training and all its evaluations; by default a tiny random Llama on made-up facts, offline and in seconds. The second part reads all stored rows.
 
@@ -40,12 +42,14 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 
+from bft_nb import qa_study
 from bft_nb.core import check_option
 from bft_nb.figures import COLOUR, use_style
-from bft_nb.finetune import METHODS, answering, finetune, prepare
+from bft_nb.finetune import LEARNT, METHODS, answering, finetune, learnt, prepare
 from bft_nb.models import title
+from bft_nb.plan import report
 from bft_nb.qa import Collator, answer_ids, check_question, encode, nq_retrieved, prompt, prompt_ids, score
-from bft_nb.qa_study import ROLES, advantage, answers, cell, changed, level, mean, outcomes, per_question, seeds, shown, study_rows, tuned, tuning
+from bft_nb.qa_study import advantage, answers, cell, changed, level, mean, outcomes, per_question, seeds, shown
 from bft_nb.rag import answer_growing, lookup_retrieved, mixed, snippets
 from bft_nb.report import choose, configuration, results_folder
 from bft_nb.results import append_rows, check_new, ranks_path, run_key, run_rows, save_answers
@@ -84,13 +88,20 @@ order = np.random.default_rng(0).permutation(len(whole))
 cut = [snippets(whole[i], words) for i in order]
 print(prompt(cut[0].over(2, "middle")))
 
+# %% [markdown]
+# A question is asked at the end, or serves to choose by, or is learnt from, the same for every method and seed; none is learnt from, nor are a filter's scales measured on it, whose gold passage belongs to one of the others. In training each has from none to `k_train` distractors, and the gold snippet stands first, in the middle or last.
+
 # %%
-prepared = prepare(model, method, [r.over(k_train).context for r in cut[len(cut) // 2 :][:16]], adapter=adapter, max_length=max_length, seed=seed)
+first, last = max(n_eval, len(cut) // 5), len(cut) - min(100, len(cut) // 4)
+asked, valid = cut[:n_eval], cut[last:]
+held_out = {whole[order[i]].gold for i in (*range(first), *range(last, len(cut)))} if data != "lookup" else set()
+taught = [cut[i] for i in range(first, last) if whole[order[i]].gold not in held_out]
+for r in asked + valid: check_question(r.over(0))
+
+# %%
+prepared = prepare(model, method, [r.over(k_train).context for r in taught[:16]], adapter=adapter, max_length=max_length, seed=seed)
 tokenizer = prepared.tokenizer
 title(model), prepared.trainable, prepared.added
-
-# %% [markdown]
-# A question is asked at the end, or serves to choose by, or is learnt from, the same for every method and seed; none is learnt from whose gold passage belongs to one of the others. In training each has from none to `k_train` distractors, and the gold snippet stands first, in the middle or last.
 
 
 # %%
@@ -101,12 +112,7 @@ def short(q) -> bool:
 
 
 # %%
-first, last = max(n_eval, len(cut) // 5), len(cut) - min(100, len(cut) // 4)
-asked, valid = cut[:n_eval], cut[last:]
-held_out = {whole[order[i]].gold for i in (*range(first), *range(last, len(cut)))} if data != "lookup" else set()
-taught = [cut[i] for i in range(first, last) if whole[order[i]].gold not in held_out]
 examples = [encode(q, tokenizer, max_length) for q in mixed(taught, k_train, seed) if short(q)]
-for r in asked + valid: check_question(r.over(0))
 pd.DataFrame({"questions": [len(examples), len(valid), len(asked)]}, index=["to learn from", "to choose by", "to be asked"])
 
 # %%
@@ -135,11 +141,19 @@ found = {(part, name): {"em": s.exact.mean(), "f1": s.f1.mean(), "subspan": s.su
 pd.DataFrame(found).T.round(3)
 
 # %% [markdown]
+# What a filter has learnt, on questions to choose by: the gain $K$, the weights of the prior and of the precision in attention, and $\log\bar\lambda$.
+
+# %%
+precision = learnt(prepared.model, method, tokenizer, [r.over(ks[1], "middle") for r in valid[:16]])
+pd.Series(precision).round(4) if precision else "this method is no filter"
+
+# %% [markdown]
 # The rows of this run, and its answers. They enter the book's results only on request, and never from the tiny model.
 
 # %%
 parts = {f"{part}-{name}": {metric: (float(v), len(measured[part][name][1])) for metric, v in of.items()} for (part, name), of in found.items()}
 parts["train"] = {name: (value, len(examples)) for name, value in (("loss", trained.losses[-1]["loss"]), ("trainable", prepared.trainable), ("added", prepared.added))}
+parts["train"] |= {name: (value, len(valid[:16])) for name, value in precision.items()}
 rows = run_rows(run, parts, seconds=round(trained.seconds, 1), device=next(prepared.model.parameters()).device.type)
 len(rows)
 
@@ -164,15 +178,21 @@ if store:
 #
 # ### What was chosen, on validation
 #
-# F1 of a hundred other questions with five distractors at seed 0, by learning rate: the same two rates for every method, and the better one is taken for all its cells.
+# F1 of a hundred other questions with five distractors at seed 0, by learning rate: the same three rates for every method, and the best one is taken for all its cells. The filter has one more trial than the others; its second rate, *own*, is of parameters only it has.
 
 # %%
-budget = dict(model="smollm2", dataset="nq_open_bm25_distractors", k_train=2, words=12, adapter="lora", max_length=224, answer_length=16, steps=150, batch_size=4, dtype="bfloat16")
-stored = study_rows("rag_distractors", **budget)
+stored = qa_study.study_rows("rag_distractors")  # at the budget of `qa_study.RAG`
 select = dict(split="valid-k5.middle")
-chosen = {m: tuned(stored, m, **select) for m in METHODS}
+chosen = {m: qa_study.tuned(stored, m, **select) for m in METHODS}
 cells = {m: rows for m in METHODS if len(rows := cell(stored, m, chosen[m], n_eval=500))}
-(100 * tuning(stored, **select)).round(1) if len(stored) else "no rows are stored yet"
+qa_study.choices(stored, **select) if len(stored) else "no rows are stored yet"
+
+# %% [markdown]
+# Where the chosen rate is the smallest or largest that was tried, a better one may lie beyond it. Cells that are stored at other rates than the chosen ones are in no table below:
+
+# %%
+others = qa_study.stray(stored, chosen, n_eval=0)
+others if len(others) else "all are stored at the chosen rates" if len(stored) else "no rows are stored yet"
 
 # %% [markdown]
 # ### The table
@@ -194,10 +214,18 @@ if cells:
     for i, (m, rows) in enumerate(cells.items()):
         found = [level(rows, split) for split in splits.values()]
         bars = [[f.mean - f.low for f in found], [f.high - f.mean for f in found]]
-        ax.errorbar([k + 0.2 * (i - (len(cells) - 1) / 2) for k in splits], [f.mean for f in found], bars, fmt="o-", markersize=4, capsize=3, color=COLOUR[ROLES[m]], label=METHODS[m].title)
+        ax.errorbar([k + 0.2 * (i - (len(cells) - 1) / 2) for k in splits], [f.mean for f in found], bars, fmt="o-", markersize=4, capsize=3, color=COLOUR[qa_study.ROLES[m]], label=METHODS[m].title)
     ax.set(xlabel="distractors [snippets]", ylabel="F1 [points of 100]", xticks=list(splits))
     ax.legend()
     plt.show()
+
+# %% [markdown]
+# ### How much of a filter was it?
+#
+# After training, averaged over the layers and seeds: $K = 1$ would be the plain residual connection, $\beta_a = 0$ the plain attention; the start has $\beta_g = .01$ and $\beta_a = .25$.
+
+# %%
+pd.Series(qa_study.learnt(cells["bft"]), index=LEARNT, name="after training").round(4) if "bft" in cells else "no rows are stored yet"
 
 # %% [markdown]
 # What each method loses from no distractor to k of them, and how much less it loses than SFT (above zero: it degrades less), question by question:
@@ -222,7 +250,7 @@ for m in cells:
 pd.DataFrame(falls).T.fillna("") if falls else "no rows are stored yet"
 
 # %% [markdown]
-# The lead in F1 over SFT under each condition, paired by question and seed; with five and with twenty distractors also by the place of the gold snippet:
+# The lead in F1 over SFT under each condition, paired by question over the seeds that both have; with five and with twenty distractors also by the place of the gold snippet:
 
 # %%
 conditions = {**{f"k = {k}, first": split for k, split in splits.items()}, "k = 5, middle": "test-k5.middle", "k = 5, last": "test-k5.last", "k = 20, middle": "test-k20.middle"}
@@ -241,3 +269,24 @@ pd.DataFrame({k: outcomes(*pair, names, split) for k, split in splits.items()}).
 
 # %%
 changed(*pair, names, split=splits[20]) if len(pair) == 2 else "no rows are stored yet"
+
+# %% [markdown]
+# ## The paper's size
+#
+# TinyLlama-1.1B is the same notebook with another model, on a machine with a GPU; there are no more questions to learn from, so each of some two thousand is seen twice (its rows are read as above, with `study_rows` at that budget):
+#
+# ```bash
+# M=TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T
+# hf download $M
+# bft run rag_distractors -p model $M -p data nq_open_bm25_distractors -p method bft -p ks [0,5,10,20] \
+#   -p steps 250 -p batch_size 16 -p n_eval 500 -p dtype bfloat16 -p store true
+# ```
+#
+# With `--dry-run` it says what it needs and starts nothing. This is what it says here, where the model is not at hand:
+
+# %%
+paper = dict(
+    model="TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T", data="nq_open_bm25_distractors", method="bft", ks=[0, 5, 10, 20],
+    steps=250, batch_size=16, n_eval=500, dtype="bfloat16", store=True,
+)  # fmt: skip
+print(report("rag_distractors", paper)[0])
