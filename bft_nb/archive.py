@@ -32,8 +32,6 @@ def write_archive(
     header = json.dumps({"kind": kind, "version": version, **meta}, allow_nan=False)
     data = save({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, {HEADER: header})
     try:
-        if path.is_dir():
-            raise IsADirectoryError(21, "it is a folder, give the name of a file")
         with written(path) as part:
             part.write_bytes(data)
     except OSError as e:
@@ -42,10 +40,12 @@ def write_archive(
 
 
 def read_archive(path: str | Path, kind: str, version: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    "Tensors and JSON values; `FileNotFoundError`, or `ValueError` for a truncated file, another kind of file or another version."
+    "Tensors and JSON values; `FileNotFoundError`, `IsADirectoryError`, or `ValueError` for a truncated file, another kind of file or another version."
     from safetensors import SafetensorError, safe_open
 
     path = Path(path).expanduser()
+    if path.is_dir():
+        raise IsADirectoryError(f"{str(path)!r} is a folder, give the name of a file")
     if not path.is_file():
         raise FileNotFoundError(f"no file {str(path)!r}")
     try:

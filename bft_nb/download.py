@@ -1,5 +1,6 @@
 """Fetch files from their publishers: temporary file, checksum, atomic rename, nothing half-written left behind."""
 
+import errno
 import hashlib
 import http.client
 import os
@@ -60,9 +61,27 @@ def sweep(folder: Path, pattern: str) -> None:
             if time.time() - left.stat().st_mtime > STALE: left.unlink()
 
 
+def destination(path: Path) -> Path:
+    "The file that `path` means, links followed; `OSError` unless it is a regular file, or none yet."
+    path = path.resolve()
+    if path.is_dir(): raise IsADirectoryError(errno.EISDIR, "it is a folder, give the name of a file", str(path))
+    if path.exists() and not path.is_file(): raise OSError(errno.EINVAL, "it is a device or a pipe, give the name of a file", str(path))
+    return path
+
+
+def check_writable(path: Path) -> None:
+    "Try whether `path`, or the folder that is to hold it, can be made: `OSError` naming it and the reason. Nothing is left behind."
+    try:
+        folder = next(p for p in destination(path).parents if p.exists())
+        NamedTemporaryFile(dir=folder, prefix=f".{path.name}.", suffix=".part").close()
+    except OSError as e:
+        raise OSError(e.errno, f"{str(path)!r} cannot be written: {e.strerror or e}") from e
+
+
 @contextmanager
 def written(path: Path) -> Iterator[Path]:
-    "A temporary path beside `path` that becomes `path` on success and vanishes on any failure."
+    "A temporary path beside `path` (beside the file it links to) that takes its place on success and vanishes on any failure; `OSError` unless that is a regular file, or none yet."
+    path = destination(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     sweep(path.parent, f".{path.name}.*.part")
     with NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", suffix=".part", delete=False) as f: part = Path(f.name)

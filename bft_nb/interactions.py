@@ -9,7 +9,7 @@ __all__ = ['REGISTRY', 'Sequences', 'from_lengths', 'take', 'from_end', 'Interac
            'is_repeat', 'repeats', 'Split', 'split_hash', 'with_hash', 'users_with', 'leave_one_out', 'rows', 'thin',
            'cut_times', 'next_after', 'global_time', 'item_counts', 'Strata', 'popularity_strata', 'Dataset',
            'amazon_2014', 'dataset', 'count_repeats', 'check_statistics', 'find', 'load_parquet', 'official_files',
-           'forget', 'prepare', 'load', 'from_world', 'synthetic', 'Protocol', 'describe']
+           'forget', 'read_official', 'prepare', 'load', 'from_world', 'synthetic', 'Protocol', 'describe']
 
 # %% ../nbs/30_interactions.ipynb #fd464043
 import difflib
@@ -631,24 +631,34 @@ def forget(
         if path.parent == cache_dir() / "official": path.unlink(missing_ok=True)
 
 # %% ../nbs/30_interactions.ipynb #60cccdf0
+def read_official(
+    entry: Dataset,
+    files: list[Path],  # from `official_files`
+) -> tuple[Any, Interactions]:  # a pyarrow table with columns user, item, position, timestamp; the same, read
+    "The publisher's files; `DownloadError` naming them where they cannot be read."
+    import pyarrow
+
+    try:
+        table = pyarrow.table(formats.by_user(getattr(formats, entry.reader)(files)))
+        return table, from_frame(table, timestamp="timestamp", position="position", name=entry.name)
+    except (ValueError, TypeError, LookupError) as e:
+        raise DownloadError(f"{', '.join(map(str, files))}: not as {entry.page} describes it ({type(e).__name__}: {e})") from e
+
+# %% ../nbs/30_interactions.ipynb #098fc4f0
 def prepare(
     entry: Dataset,
     progress: bool = True,  # show a progress bar
 ) -> Interactions:
-    "Read the official files, check the statistics, and keep the result in the cache."
-    import pyarrow
+    "Read the official files, check the statistics, and keep the result in the cache; downloads that turn out wrong are removed, so that the next run fetches them again."
     import pyarrow.parquet
 
     files = official_files(entry, progress)
-    names = ", ".join(str(f) for f in files)
-    try: table = pyarrow.table(formats.by_user(getattr(formats, entry.reader)(files)))
-    except DownloadError:
+    try:
+        table, data = read_official(entry, files)
+        check_statistics(data, entry, ", ".join(map(str, files)))
+    except (DownloadError, ValueError):
         forget(files)
         raise
-    except (ValueError, TypeError, LookupError) as e:
-        raise DownloadError(f"{names}: not as {entry.page} describes it ({type(e).__name__}: {e}); delete what is damaged and run again") from e
-    data = from_frame(table, timestamp="timestamp", position="position", name=entry.name)
-    check_statistics(data, entry, names)
     with written(cache_dir() / "rec" / f"{entry.name}.parquet") as part: pyarrow.parquet.write_table(table, part, compression="zstd")
     return data
 

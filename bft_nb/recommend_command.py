@@ -6,7 +6,10 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from bft_nb.download import check_writable, written
+
 SUFFIXES = (".csv", ".parquet")  # of the file that comes out
+TRAINING = {"backbone": "backbone", "plain": "bft", "keep_seen": "filter_seen", "max_length": "max_length", "epochs": "max_epochs", "seed": "seed"}  # option -> argument of `Recommender`
 
 
 def arguments(p: argparse.ArgumentParser) -> None:
@@ -22,12 +25,13 @@ def arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--unknown", choices=("error", "skip"), default="error", help="items of histories that were not trained on (default: error)")
     p.add_argument("--model", metavar="FILE", help="use this saved model, train nothing")
     p.add_argument("--save", metavar="FILE", help="keep the trained model in this file")
-    p.add_argument("--backbone", default="sasrec", help="a backbone of chapter 31 (default: sasrec)")
-    p.add_argument("--plain", action="store_true", help="the plain backbone, without filtering layers")
-    p.add_argument("--keep-seen", action="store_true", help="items a user has seen may be recommended again")
-    p.add_argument("--max-length", type=int, default=50, help="most recent items of a history that the model reads (default: 50)")
-    p.add_argument("--epochs", type=int, default=100, help="at most this many; stops early (default: 100)")
-    p.add_argument("--seed", type=int, default=0)
+    training = p.add_argument_group("training", "not with --model")
+    training.add_argument("--backbone", help="a backbone of chapter 31 (default: sasrec)")
+    training.add_argument("--plain", action="store_true", default=None, help="the plain backbone, without filtering layers")
+    training.add_argument("--keep-seen", action="store_true", default=None, help="items a user has seen may be recommended again")
+    training.add_argument("--max-length", type=int, help="most recent items of a history that the model reads (default: 50)")
+    training.add_argument("--epochs", type=int, help="at most this many; stops early (default: 100)")
+    training.add_argument("--seed", type=int, help="(default: 0)")
     p.add_argument("--device", default="auto", help="auto, cpu, cuda or mps (default: auto)")
     p.add_argument("--quiet", action="store_true", help="no progress bars, no report")
 
@@ -59,9 +63,11 @@ def check(a: argparse.Namespace, out: Path) -> None:
         raise ValueError(f"--out {a.out!r}: the name must end in {' or '.join(SUFFIXES)}")
     if a.model and a.save:
         raise ValueError("--model uses a saved model and --save keeps a trained one: give one of them")
+    if given := [f"--{name.replace('_', '-')}" for name in TRAINING if getattr(a, name) is not None]:
+        if a.model:
+            raise ValueError(f"--model uses a saved model and trains nothing: leave out {', '.join(given)}")
     for path in (out, *([Path(a.save).expanduser()] if a.save else [])):
-        if path.is_dir() or not (path.parent.is_dir() or not path.parent.exists()):
-            raise ValueError(f"{str(path)!r} cannot be written: it is a folder, or what should be its folder is a file")
+        check_writable(path)
 
 
 def read(path: str, user: str, item: str) -> Any:
@@ -78,7 +84,8 @@ def train(a: argparse.Namespace, table: Any) -> Any:
     "A recommender fitted to the table, saved if asked."
     from bft_nb.recommender import Recommender
 
-    made = Recommender(a.backbone, not a.plain, filter_seen=not a.keep_seen, max_length=a.max_length, max_epochs=a.epochs, seed=a.seed, device=a.device)
+    given = {name: getattr(a, option) for option, name in TRAINING.items() if getattr(a, option) is not None}
+    made = Recommender(**{name: not value if value is True else value for name, value in given.items()}, device=a.device)
     if not 1 <= a.k <= (items := len(table[a.item].unique()) if a.item in table.column_names else a.k):
         raise ValueError(f"k must be between 1 and the number of items, {items}, got {a.k}")
     made.fit(table, a.user, a.item, a.timestamp, a.position, progress=not a.quiet)
@@ -112,10 +119,11 @@ def write(frame: Any, out: Path) -> None:
     import pyarrow.csv
     import pyarrow.parquet
 
-    from bft_nb.download import written
-
-    with written(out) as part:
-        if out.suffix == ".csv":
-            pyarrow.csv.write_csv(frame, part)
-        else:
-            pyarrow.parquet.write_table(frame, part)
+    try:
+        with written(out) as part:
+            if out.suffix == ".csv":
+                pyarrow.csv.write_csv(frame, part)
+            else:
+                pyarrow.parquet.write_table(frame, part)
+    except OSError as e:
+        raise OSError(e.errno, f"could not write {str(out)!r}: {e.strerror or e}") from e

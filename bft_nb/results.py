@@ -25,7 +25,7 @@ import numpy as np
 from filelock import FileLock
 
 from bft_nb import __version__
-from bft_nb.download import sweep
+from bft_nb.download import destination, sweep
 
 COLUMNS = ("exp", "dataset", "model", "params", "seed", "split", "metric", "value", "n", "seconds", "device", "commit", "utc")
 KEY = ("exp", "dataset", "model", "params", "seed")
@@ -126,7 +126,8 @@ def make_rows(metrics: Mapping[str, float], **common: Any) -> list[dict[str, Any
 
 @contextmanager
 def _replacing(path: Path) -> Iterator[Path]:
-    "A temporary file beside `path` that takes its place when all has gone well, and vanishes when not."
+    "As `download.written`, for `path` with a suffix that the temporary file has as well."
+    path = destination(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     sweep(path.parent, f".{path.name}.?*{path.suffix}")
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=path.suffix, dir=path.parent)

@@ -68,6 +68,22 @@ def test_unwritable_place(saved, tmp_path):
     assert read_archive(saved, "thing", 3) and nothing_half_written(tmp_path)
 
 
+def test_a_link_stays_and_its_file_is_renewed(saved):
+    link = saved.with_name("link")
+    link.symlink_to(saved.name)
+    write_archive(link, {"x": torch.zeros(2)}, {}, "thing", 3)
+    assert link.is_symlink() and read_archive(saved, "thing", 3)[0]["x"].tolist() == [0, 0] and nothing_half_written(saved.parent)
+
+
+def test_a_device_or_pipe_is_refused(saved):
+    os.mkfifo(pipe := saved.with_name("pipe"))
+    with pytest.raises(OSError, match="could not save to .*pipe': it is a device or a pipe, give the name of a file"):
+        write_archive(pipe, {}, {}, "thing", 3)
+    assert pipe.is_fifo() and nothing_half_written(saved.parent)
+    with pytest.raises(IsADirectoryError, match="is a folder"):
+        read_archive(saved.parent, "thing", 3)
+
+
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may write anywhere")
 def test_folder_without_permission(saved):
     saved.parent.chmod(0o500)

@@ -306,16 +306,23 @@ def test_amazon_2018_end_to_end(publisher, home, register):
     assert leftovers(home) == ["m.json.gz", "r.csv", "tiny.parquet"]
 
 
-def test_archive_cut_off_without_a_word_is_fetched_again(publisher, home, register):
-    "No length announced, no checksum published: that the file is cut off shows only when it is read."
+@pytest.mark.parametrize(("name", "cut", "message"), [
+    ("unsized.json.gz", lambda b: b[:-20], "unsized.json.gz is damaged"),
+    ("unsized.json", lambda b: b[: b.index(b"\n", len(b) // 2) + 1], r"unsized.json: not as .*the frame is empty"),  # at the end of a line: of half a 5-core nothing is left
+    ("unsized.json", lambda b: b + b.replace(b': "u', b': "w'), r"unsized.json: found .* \(10, 5, 50, 0\), the published"),
+    ("unsized.json", lambda b: b + b"{}\n", r"unsized.json: not as https://example.org describes it \(KeyError: 'reviewerID'\)"),
+])  # fmt: skip
+def test_a_download_that_turns_out_wrong_is_fetched_again(publisher, home, register, name, cut, message):
+    "No length announced, no checksum published: what is wrong with the file shows only when it is read or counted."
     root, url = publisher
-    amazon_2014(root / "unsized.json.gz")
-    whole = (root / "unsized.json.gz").read_bytes()
-    register(entry(url, [("unsized.json.gz", None)], "amazon_2014"))
-    (root / "unsized.json.gz").write_bytes(whole[:-20])
-    with pytest.raises(DownloadError, match="unsized.json.gz is damaged"): I.load("tiny", progress=False)
+    amazon_2014(root / name)
+    if not name.endswith("gz"): (root / name).write_bytes(gzip.decompress((root / name).read_bytes()))
+    whole = (root / name).read_bytes()
+    register(entry(url, [(name, None)], "amazon_2014"))
+    (root / name).write_bytes(cut(whole))
+    with pytest.raises((DownloadError, ValueError), match=message): I.load("tiny", progress=False)
     assert leftovers(home) == []
-    (root / "unsized.json.gz").write_bytes(whole)
+    (root / name).write_bytes(whole)
     assert I.load("tiny", progress=False).n_interactions == 25
 
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import warnings
 
+import jaxtyping
 import numpy as np
 import pandas as pd
 import polars as pl
@@ -17,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bft_nb import cli, recommender as module
-from bft_nb.archive import read_archive
+from bft_nb.archive import read_archive, write_archive
 from bft_nb.download import data_dir
 from bft_nb.interactions import dataset, find, from_frame, from_lengths, load
 from bft_nb.recommender import (
@@ -46,6 +47,12 @@ def made(request):
 @pytest.fixture(scope="module")
 def filtering():
     return Recommender(**QUICK).fit(ring(), timestamp="t")
+
+
+@pytest.fixture
+def unchecked(monkeypatch):
+    "As a user runs it: annotations are not checked."
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
 # ---- confidence ------------------------------------------------------------------------------------------------
@@ -307,8 +314,27 @@ def test_bad_histories(filtering, histories, error, message):
 
 @pytest.mark.parametrize("k", [0, -1, 25])
 def test_k_outside_of_the_catalogue(filtering, k):
-    with pytest.raises(ValueError, match=f"k must be between 1 and the number of items, 24, got {k}"):
+    with pytest.raises(ValueError, match=f"k must be .*, got {k}"):
         filtering.recommend(k=k)
+
+
+@pytest.mark.parametrize(("call", "error", "message"), [
+    *[(lambda m, k=k: m.recommend(k=k), TypeError, f"k must be a whole number, at least 1, got {k!r}") for k in ("3", 2.5, True, None)],
+    (lambda m: m.calibration(2.5), TypeError, "k must be a whole number"),
+    (lambda m: m.confidence(np.zeros((1, 2)), "3"), TypeError, "k must be a whole number"),
+    (lambda m: m.recommend({"a": 5}), TypeError, "history of user 'a' must be a list of ids, got 5"),
+    (lambda m: m.recommend({"a": [pd.NA]}), TypeError, "history of user 'a': ids must be .* got NAType"),
+    (lambda m: m.recommend(library="numpy"), ValueError, "library must be one of 'pandas'"),
+    (lambda m: m.explain("u1", library="numpy"), ValueError, "library must be one of 'pandas'"),
+    (lambda m: m.explain("u1", history=5), TypeError, "history of user 'u1' must be a list of ids, got 5"),
+    (lambda m: m.explain("u1", item=["i01"]), TypeError, "item: ids must be .* got list"),
+    (lambda m: m.add_items(5), TypeError, "new items must be a list of ids, got 5"),
+    (lambda m: m.add_items(["a"], like=["i01"]), TypeError, r"like must map new items to lists of known ones, got \['i01'\]"),
+    (lambda m: m.add_items(["a"], like={"a": 5}), TypeError, "like must be a list of ids, got 5"),
+])  # fmt: skip
+def test_an_argument_that_cannot_be_is_named(filtering, unchecked, call, error, message):
+    with pytest.raises(error, match=message):
+        call(filtering)
 
 
 @pytest.mark.parametrize(("change", "error", "message"), [
@@ -362,16 +388,17 @@ def test_users_with_few_events_are_trained_on_and_not_validated():
     (dict(bft=False, nu0=2.0), TypeError, "nu0"),
     (dict(max_length=0), ValueError, "max_length"),
     (dict(backbone="hstu", time_buckets=8), ValueError, "time_buckets"),
+    *[(dict([(name, 0)]), ValueError, f"{name} must be at least 1, got 0") for name in ("max_epochs", "patience", "batch_size", "negatives")],
+    (dict(max_epochs="3"), TypeError, "max_epochs must be a whole number"),
+    (dict(lr=-1.0), ValueError, "lr must be positive"),
+    (dict(precision_lr="fast"), ValueError, "precision_lr must be positive"),
+    (dict(seed=-1), ValueError, "seed must be at least 0"),
+    (dict(filter_seen="no"), TypeError, "filter_seen must be True or False"),
+    (dict(device="tpu"), ValueError, "device"),
 ])  # fmt: skip
-def test_bad_arguments_are_refused_at_once(arguments, error, message):
+def test_bad_arguments_are_refused_at_once(unchecked, arguments, error, message):
     with pytest.raises(error, match=message):
         Recommender(**arguments)
-
-
-@pytest.mark.parametrize(("arguments", "message"), [(dict(max_epochs=0), "epochs must be at least 1"), (dict(lr=-1.0), "lr must be positive"), (dict(device="tpu"), "device")])
-def test_bad_training_arguments(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        Recommender(**QUICK | arguments).fit(ring(users=5), timestamp="t")
 
 
 def test_a_fit_that_fails_changes_nothing():
@@ -572,6 +599,8 @@ def test_bad_files(made, tmp_path, monkeypatch):
         Recommender.load(tmp_path / "cut.safetensors")
     with pytest.raises(FileNotFoundError, match="nothing.safetensors"):
         Recommender.load(tmp_path / "nothing.safetensors")
+    with pytest.raises(IsADirectoryError, match="is a folder, give the name of a file"):
+        Recommender.load(tmp_path)
     with pytest.raises(OSError, match="could not save"):
         made.save(path / "below.safetensors")
     this = module.FORMAT
@@ -579,6 +608,26 @@ def test_bad_files(made, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=f"format {this}, this version of the library reads format {this + 1}"):
         Recommender.load(path)
     assert path.read_bytes() == data
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    (lambda meta, tensors: meta["settings"]["options"].update(d=8), r"its settings ask for item_embedding.weight of shape \(25, 8\), it holds \(25, 16\)$"),
+    (lambda meta, tensors: meta["settings"].pop("lr"), r"its settings lack \['lr'\]"),
+    (lambda meta, tensors: meta["settings"].update(width=3), r"its settings hold \['width'\], which"),
+    (lambda meta, tensors: meta["settings"].update(lr="fast"), "lr must be positive"),
+    (lambda meta, tensors: meta.pop("columns"), "it has no 'columns'"),
+    (lambda meta, tensors: meta["columns"].pop("item"), r"its columns lack \['item'\]"),
+    (lambda meta, tensors: meta.update(library="numpy"), "library must be one of"),
+    (lambda meta, tensors: tensors.pop("known.ranks"), "known.ranks"),
+    (lambda meta, tensors: tensors.update({"histories.lengths": tensors["histories.lengths"][1:]}), "lengths must"),
+])  # fmt: skip
+def test_parts_that_do_not_fit_are_named(filtering, unchecked, tmp_path, change, message):
+    path = filtering.save(tmp_path / "m.safetensors")
+    tensors, meta = read_archive(path, "recommender", module.FORMAT)
+    change(meta, tensors)
+    write_archive(path, tensors, {k: v for k, v in meta.items() if k not in ("kind", "version")}, "recommender", module.FORMAT)
+    with pytest.raises(ValueError, match=f"m.safetensors' does not hold what save writes: .*{message}"):
+        Recommender.load(path, device="cpu")
 
 
 def test_full_disk_while_saving_leaves_the_earlier_file(made, tmp_path, monkeypatch):
@@ -637,6 +686,10 @@ def test_command_keeps_ids_as_they_are_written(tmp_path):
     (["in.csv", "-o", "in.csv/out.csv"], "cannot be written"),
     (["in.csv", "-o", "out.csv", "--model", "in.csv"], "truncated or not a safetensors file"),
     (["in.csv", "-o", "out.csv", "--model", "m", "--save", "n"], "give one of them"),
+    (["in.csv", "-o", "out.csv", "--model", "m", "--keep-seen", "--plain", "--epochs", "3", "--seed", "0"], "trains nothing: leave out --plain, --keep-seen, --epochs, --seed"),
+    (["in.csv", "-o", "/proc/out.csv"], "'/proc/out.csv' cannot be written"),
+    (["in.csv", "-o", "out.csv", "--save", "/proc/new/m.safetensors"], "'/proc/new/m.safetensors' cannot be written"),
+    (["in.csv", "-o", "out.csv", "--save", "/dev/null"], "'/dev/null' cannot be written: it is a device"),
     (["in.csv", "-o", "out.csv", "-k", "25"], "k must be between 1 and the number of items, 24, got 25"),
     (["in.csv", "-o", "out.csv", "--backbone", "gru"], "got 'gru'"),
 ])  # fmt: skip

@@ -194,6 +194,12 @@ def test_history_lies_beside_ranks(tmp_path):
     assert load_history(path).tolist() == [3, 255]
 
 
+def test_a_link_to_rows_stays_a_link(tmp_path):
+    (link := tmp_path / "link.csv").symlink_to("rows.csv")
+    append_rows(link, [row()])
+    assert link.is_symlink() and len(read_rows(tmp_path / "rows.csv")) == 1
+
+
 def test_repeats_lie_beside_ranks(tmp_path):
     path = save_ranks(tmp_path / "r.npz", np.array([1, 300]), repeated=np.array([True, False]))
     assert load_repeated(path).tolist() == ["repeated", "new"]

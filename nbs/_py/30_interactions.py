@@ -937,7 +937,23 @@ def forget(
 
 
 # %% [markdown]
-# A file that was cut off on its way, from a publisher who states neither its length nor its checksum, is known for what it is only when it is read. It must not stay in the cache then.
+# A file that was cut off on its way, from a publisher who states neither its length nor its checksum, is known for what it is only when it is read; cut at the end of a line, only when its events are counted. It must not stay in the cache then.
+
+
+# %%
+#| exports
+def read_official(
+    entry: Dataset,
+    files: list[Path],  # from `official_files`
+) -> tuple[Any, Interactions]:  # a pyarrow table with columns user, item, position, timestamp; the same, read
+    "The publisher's files; `DownloadError` naming them where they cannot be read."
+    import pyarrow
+
+    try:
+        table = pyarrow.table(formats.by_user(getattr(formats, entry.reader)(files)))
+        return table, from_frame(table, timestamp="timestamp", position="position", name=entry.name)
+    except (ValueError, TypeError, LookupError) as e:
+        raise DownloadError(f"{', '.join(map(str, files))}: not as {entry.page} describes it ({type(e).__name__}: {e})") from e
 
 
 # %%
@@ -946,20 +962,16 @@ def prepare(
     entry: Dataset,
     progress: bool = True,  # show a progress bar
 ) -> Interactions:
-    "Read the official files, check the statistics, and keep the result in the cache."
-    import pyarrow
+    "Read the official files, check the statistics, and keep the result in the cache; downloads that turn out wrong are removed, so that the next run fetches them again."
     import pyarrow.parquet
 
     files = official_files(entry, progress)
-    names = ", ".join(str(f) for f in files)
-    try: table = pyarrow.table(formats.by_user(getattr(formats, entry.reader)(files)))
-    except DownloadError:
+    try:
+        table, data = read_official(entry, files)
+        check_statistics(data, entry, ", ".join(map(str, files)))
+    except (DownloadError, ValueError):
         forget(files)
         raise
-    except (ValueError, TypeError, LookupError) as e:
-        raise DownloadError(f"{names}: not as {entry.page} describes it ({type(e).__name__}: {e}); delete what is damaged and run again") from e
-    data = from_frame(table, timestamp="timestamp", position="position", name=entry.name)
-    check_statistics(data, entry, names)
     with written(cache_dir() / "rec" / f"{entry.name}.parquet") as part: pyarrow.parquet.write_table(table, part, compression="zstd")
     return data
 

@@ -30,6 +30,7 @@ warnings.filterwarnings("ignore", message="IProgress not found")
 
 # %%
 #| exports
+import inspect
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -44,7 +45,7 @@ from torch import Tensor, nn
 
 from bft_nb import backbones
 from bft_nb.archive import ids_from_tensors, ids_to_tensors, read_archive, write_archive
-from bft_nb.core import Belief, certain, check_option
+from bft_nb.core import Belief, certain, check_count, check_flag, check_option, check_positive
 from bft_nb.encoder import ItemPrecision
 from bft_nb.interactions import Examples, Interactions, Sequences, Split, from_end, from_frame, from_lengths, rows, take, with_hash
 from bft_nb.kriging import kriging_weights
@@ -376,8 +377,9 @@ def own_ids(
 ) -> Shaped[np.ndarray, " n"]:  # int64 or str
     "Ids as an array; `ValueError` for missing ones, `TypeError` unless all are integers or all strings."
     if isinstance(values, (str, bytes)): raise TypeError(f"{what} must be a list of ids, got the single text {values!r}")
-    listed = [v.item() if isinstance(v, np.generic) else v for v in values]
-    if missing := sum(v is None or v != v for v in listed): raise ValueError(f"{what}: {missing} of {len(listed)} ids are missing (None or NaN)")
+    try: listed = [v.item() if isinstance(v, np.generic) else v for v in values]
+    except TypeError as e: raise TypeError(f"{what} must be a list of ids, got {values!r}") from e
+    if missing := sum(v is None or isinstance(v, float) and v != v for v in listed): raise ValueError(f"{what}: {missing} of {len(listed)} ids are missing (None or NaN)")
     if all(isinstance(v, str) for v in listed): return np.array(listed, dtype=str)
     if all(isinstance(v, int) and not isinstance(v, bool) for v in listed): return np.array(listed, dtype=np.int64)
     kinds = sorted({type(v).__name__ for v in listed})
@@ -758,6 +760,35 @@ FORMAT = 2  # of saved files
 
 # %%
 #| exports
+def check_arguments(
+    settings: Mapping[str, Any],  # of a `Recommender`
+) -> None:
+    "Raise `TypeError` or `ValueError` naming the argument of training that can't be; those of the model are the backbone's to check."
+    for name in ("max_epochs", "patience", "batch_size"): check_count(name, settings[name])
+    check_count("seed", settings["seed"], 0)
+    check_positive("lr", settings["lr"])
+    if settings["precision_lr"] is not None: check_positive("precision_lr", settings["precision_lr"])
+    if settings["negatives"] is not None: check_count("negatives", settings["negatives"])
+    check_flag("filter_seen", settings["filter_seen"])
+    resolve_device(settings["device"])
+
+
+# %%
+#| exports
+def check_saved(
+    meta: Mapping[str, Any],  # from a file
+) -> None:
+    "Raise `ValueError` unless a file's settings are those that `Recommender.save` writes, no more and no less."
+    wanted = {"settings": inspect.signature(Recommender).parameters, "columns": ("user", "item", "timestamp", "position"), "library": (), "report": ("protocol", "validation")}
+    for name, keys in wanted.items():
+        if name not in meta: raise ValueError(f"it has no {name!r}")
+        if missing := [k for k in keys if k not in meta[name]]: raise ValueError(f"its {name} lack {missing}")
+    if unknown := sorted(set(meta["settings"]) - set(wanted["settings"])): raise ValueError(f"its settings hold {unknown}, which this library does not know")
+    check_option("library", meta["library"], LIBRARIES)
+
+
+# %%
+#| exports
 class Recommender:
     """Recommendations with confidence and explanation, from a table of interactions.
 
@@ -784,6 +815,7 @@ class Recommender:
             backbone=backbone, bft=bft, filter_seen=filter_seen, max_length=max_length, max_epochs=max_epochs, patience=patience, batch_size=batch_size,
             lr=lr, precision_lr=precision_lr, negatives=negatives, seed=seed, device=device, options=options,
         )  # fmt: skip
+        check_arguments(self.settings)
         if options.get("time_buckets"): raise ValueError("time_buckets: a recommender reads the order of a history, not its times")
         build(backbone, 1, self._arguments)
         self.model: Any = None
@@ -839,9 +871,12 @@ class Recommender:
         """The best k items for each history; `confidence` is the probability that the user's next item is among the k, one number per user.
 
         A history longer than `max_length` is read from its most recent items on. Fewer than k rows come out for users who have seen almost everything.
-        Raises `ValueError` for k outside of 1 … number of items, unknown items and empty histories, `TypeError` for ids of another type."""
+        Raises `ValueError` for k outside of 1 … number of items, unknown items and empty histories, `TypeError` for ids of another type or a k that is no whole number."""
+        self._check_fitted()
+        check_count("k", k)
+        if library is not None: check_option("library", library, LIBRARIES)
         users, sequences, own = self._histories(histories, unknown)
-        if not 1 <= k <= len(self.item_ids): raise ValueError(f"k must be between 1 and the number of items, {len(self.item_ids)}, got {k}")
+        if k > len(self.item_ids): raise ValueError(f"k must be between 1 and the number of items, {len(self.item_ids)}, got {k}")
         lists = top_lists(self.model, sequences, k, self.settings["filter_seen"], progress)
         row, place = np.nonzero(lists.items)
         columns = {
@@ -853,6 +888,7 @@ class Recommender:
     def calibration(self, k: int = 10) -> Calibration | None:
         "How confidence at k follows from the evidence, learnt from validation users; None if there are fewer than `MIN_CALIBRATION`."
         self._check_fitted()
+        check_count("k", k)
         hits, usable = self.known.ranks <= k, np.isfinite(self.known.evidence).all(1)
         if self.settings["filter_seen"]: hits = hits & ~self.known.repeated  # what was seen is never recommended
         return calibrate(self.known.evidence[usable], hits[usable]) if usable.sum() >= MIN_CALIBRATION else None
@@ -872,6 +908,7 @@ class Recommender:
         library: str | None = None,
     ) -> Any:  # a frame: user, item, layer, position, neighbour, weight, precision, gain, effect
         "Which items of the history are behind a recommendation; see `explanation`. `ValueError` for a user or item the model does not know."
+        if library is not None: check_option("library", library, LIBRARIES)
         chosen = self._one_history(user, history, unknown)
         number = numbers_of(own_ids([item], "item"), self.item_ids, "item")[0] if item is not None else None
         if number == 0: raise ValueError(f"item {item!r} is not one of the {len(self.item_ids)} items the model knows")
@@ -889,9 +926,13 @@ class Recommender:
         ids: Iterable[Any],  # own ids of new items
         like: Mapping[Any, Iterable[Any]] | None = None,  # new item -> known items it resembles; others start at the mean of all items
     ) -> "Recommender":
-        "Let the model know new items without training it; the prior precision says \"unknown\". `ValueError` for ids that are known or given twice."
+        """Let the model know new items without training it; the prior precision says "unknown".
+
+        The calibration stays that of the old catalogue: many new items spread the shares, which lowers sharpness and with it confidence, although nobody's choice changed. Fit again when they have been chosen.
+        Raises `ValueError` for ids that are known or given twice, `TypeError` for ids of another type or a `like` that is no mapping."""
         self._check_fitted()
-        new, like = own_ids(ids, "new items"), like or {}
+        new, like = own_ids(ids, "new items"), {} if like is None else like
+        if not isinstance(like, Mapping): raise TypeError(f"like must map new items to lists of known ones, got {like!r}")
         if (known := numbers_of(new, self.item_ids, "new items") > 0).any(): raise ValueError(f"item {new[known][0].item()!r} is known already")
         if len(np.unique(new)) < len(new): raise ValueError("an id is given twice among the new items")
         if wrong := [i for i in like if i not in set(new.tolist())]: raise ValueError(f"like names {wrong[0]!r}, which is not among the new items")
@@ -915,15 +956,27 @@ class Recommender:
 
     @classmethod
     def load(cls, path: str | Path, device: str = "auto") -> "Recommender":
-        "Read what `save` wrote; `FileNotFoundError`, or `ValueError` for a truncated file or one of another version."
+        "Read what `save` wrote; `FileNotFoundError`, `IsADirectoryError`, or `ValueError` for a truncated file, one of another version, or one whose parts do not fit."
+        place = resolve_device(device)
         tensors, meta = read_archive(path, "recommender", FORMAT)
+        try:
+            check_saved(meta)
+            return cls._restored(tensors, meta, device, place)
+        except (KeyError, RuntimeError, TypeError, ValueError) as e: raise ValueError(f"{str(path)!r} does not hold what save writes: {e}") from e
+
+    @classmethod
+    def _restored(cls, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], device: str, place: torch.device) -> "Recommender":
+        "A recommender from the parts of a file."
         s = meta["settings"]
         made = cls(**{k: v for k, v in s.items() if k not in ("options", "device")}, device=device, **s["options"])
         made.item_ids, made.columns, made.library, made.report = ids_from_tensors("item_ids", tensors), meta["columns"], meta["library"], meta["report"]
         made.known = Known(*(tensors[f"known.{name}"].numpy() for name in Known._fields))
         model = build(s["backbone"], len(made.item_ids), made._arguments)
-        model.load_state_dict({n.removeprefix("model."): t for n, t in tensors.items() if n.startswith("model.")})
-        made.model = model.to(resolve_device(device)).eval()
+        weights = {n.removeprefix("model."): t for n, t in tensors.items() if n.startswith("model.")}
+        for name, t in model.state_dict().items():
+            if name not in weights or weights[name].shape != t.shape: raise ValueError(f"its settings ask for {name} of shape {tuple(t.shape)}, it holds {tuple(weights[name].shape) if name in weights else 'none'}")
+        model.load_state_dict(weights)
+        made.model = model.to(place).eval()
         nobody = "histories.items" not in tensors
         made.user_ids = made.item_ids[:0] if nobody else ids_from_tensors("user_ids", tensors)
         made.histories = from_lengths(np.zeros(0, np.int64), np.zeros(0, np.int64)) if nobody else from_lengths(tensors["histories.lengths"].numpy(), tensors["histories.items"].numpy())
@@ -1048,8 +1101,8 @@ losses
 recommender.calibration().slopes.round(3)
 
 # %% [markdown]
-# Smaller is better. Here the log precision alone forecasts almost as well as sharpness, and the two together better than either. Do not lean on it: the posterior precision was trained for its effect on means and never asked to forecast hits, so what it is worth changes from training to training
-# (with two epochs more it added a quarter of what it adds here, and on the real data below it adds nothing). Sharpness carried most of the confidence every time we looked. **[D]**
+# Smaller is better. Over the same rate for all, the log precision alone gains two thirds of what sharpness gains, and the two together gain more than either. Do not lean on it: the posterior precision was trained for its effect on means and never asked to forecast hits, so what it is worth changes from training to training
+# (on the real data below it adds next to nothing). Sharpness carried most of the confidence every time we looked. **[D]**
 #
 # ### Why these?
 #
@@ -1180,7 +1233,7 @@ with tempfile.TemporaryDirectory() as folder:
 # - It is about the *list*: the next item is among the $k$. Which of them, the scores say, uncalibrated.
 # - The validation users also chose the epoch, and the time of use lies after theirs: expect promises that are somewhat too high, as on MovieLens above.
 # - The effect of an item is that of a history one shorter; all later items move up one place, so part of every effect is the shift.
-# - `add_items` teaches nothing: a new item has the place of those it is said to be like until the next `fit`.
+# - `add_items` teaches nothing: a new item has the place of those it is said to be like until the next `fit`. Nor does it calibrate again: with 300 new items beside 30 old ones sharpness falls, and confidence with it, so fit again after adding many.
 #
 # ## Summary
 #
