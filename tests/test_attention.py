@@ -27,7 +27,7 @@ def padding(b, t, shortest=1):
     return (torch.arange(t) < lengths[:, None])[:, None, None, :]
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     b=st.integers(1, 3), h=st.integers(1, 3), t=st.integers(1, 150), k=st.integers(1, 5), causal=st.booleans(),
     mask=st.sampled_from(["none", "padding", "random", "float"]), resolution=st.sampled_from(["diagonal", "isotropic"]),

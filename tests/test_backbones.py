@@ -51,7 +51,7 @@ def pad(row, left, right):
     return torch.tensor([[0] * left + row + [0] * right])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=8), st.integers(0, 4), st.integers(0, 4), st.integers(0, 99), st.sampled_from(KINDS), st.booleans())
 def test_padding_and_company_change_nothing(row, left, right, seed, kind, no_grad):
     with torch.set_grad_enabled(not no_grad):  # without gradients torch takes a fused path
@@ -139,7 +139,7 @@ def test_scores(model):
     close(torch.autograd.grad(model.scores(state)[:, 1:].sum(), state)[0], model.item_weights()[1:].sum(0).expand(2, -1))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.lists(st.integers(0, 3), min_size=6, max_size=6), min_size=1, max_size=4))
 def test_align_left_keeps_order(rows):
     aligned, order = align_left(torch.tensor(rows))
@@ -382,7 +382,7 @@ def test_expected_number_of_targets(name):
 # ---- BERT4Rec ------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=6), min_size=1, max_size=5), st.floats(0, 1), st.floats(0, 1), st.integers(0, 99))
 def test_cloze(rows, p, last, seed):
     sequences = torch.tensor([row + [0] * (6 - len(row)) for row in rows])

@@ -1,12 +1,9 @@
 "Two processes (gloo, CPU) train as one does."
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import torch
+from helpers import two_processes
 from test_training import QUICK, chain_split, small
 
 from bft_nb.training import fit
@@ -14,8 +11,7 @@ from bft_nb.training import fit
 # every step sees all sequences: 64 in one batch, or 32 in each of two processes
 SAME = dict(QUICK, negatives=None, epochs=4, patience=9)
 SCRIPT = """
-import json, sys
-sys.path.insert(0, {tests!r})
+import json
 import torch.distributed as dist
 from test_distributed import SAME
 from test_training import chain_split, small
@@ -29,13 +25,7 @@ dist.destroy_process_group()
 
 
 def test_the_loss_of_two_processes_is_that_of_one(tmp_path):
-    script = tmp_path / "two.py"
-    script.write_text(SCRIPT.format(tests=os.path.dirname(__file__), out=str(tmp_path / "run")))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    where = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent.parent)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=os.environ | where)
-    assert done.returncode == 0, done.stderr[-3000:]
-    world, two = json.loads(done.stdout.strip().splitlines()[-1])
+    world, two = json.loads(two_processes(tmp_path, SCRIPT.format(out=str(tmp_path / "run"))).splitlines()[-1])
     split = chain_split(users=64)
     one = fit(small(split, dropout=0.0), split, **SAME | {"batch_size": 64}).history
     assert world == 2 and len(one) == 4 and one[-1]["loss"] < one[0]["loss"]

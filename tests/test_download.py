@@ -9,51 +9,13 @@ import subprocess
 import sys
 import threading
 import zipfile
-from pathlib import Path
 
 import pytest
+from helpers import ROOT
 
 from bft_nb import formats
 from bft_nb import interactions as I
 from bft_nb.download import DownloadError, Source, cache_dir, check_member, data_dir, fetch, md5_of, unzip, written
-
-ROOT = Path(__file__).resolve().parent.parent
-
-
-@pytest.fixture
-def publisher(tmp_path):
-    "a folder served over HTTP, whole files only (no ranges); files named truncated* announce more bytes than they send, unsized* none"
-    root = tmp_path / "publisher"
-    root.mkdir()
-
-    class Handler(http.server.SimpleHTTPRequestHandler):
-        def __init__(self, *args): super().__init__(*args, directory=str(root))
-
-        def log_message(self, *_): pass
-
-        def do_GET(self):
-            if "unsized" in self.path:
-                self.send_response(200)
-                self.end_headers()
-                return self.wfile.write((root / self.path[1:]).read_bytes())
-            if "truncated" not in self.path: return super().do_GET()
-            self.send_response(200)
-            self.send_header("Content-Length", "1000")
-            self.end_headers()
-            self.wfile.write(b"x" * 10)
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield root, f"http://127.0.0.1:{server.server_port}/"
-    server.shutdown()
-    server.server_close()
-
-
-@pytest.fixture
-def home(tmp_path, monkeypatch):
-    monkeypatch.setenv("BFT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.delenv("BFT_DATA", raising=False)
-    return tmp_path / "cache"
 
 
 def leftovers(folder): return sorted(p.name for p in folder.rglob("*") if p.is_file()) if folder.exists() else []

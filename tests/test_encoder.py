@@ -47,7 +47,7 @@ def uncertain(mean, seed=2):
 CAUSAL = nn.Transformer.generate_square_subsequent_mask
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(
     t=st.integers(1, 9), batch_first=st.booleans(), norm_first=st.booleans(), bias=st.booleans(), activation=st.sampled_from(["relu", "gelu"]),
     masks=st.sets(st.sampled_from(["causal", "hint", "padding"])), floating=st.booleans(),

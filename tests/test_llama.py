@@ -5,12 +5,11 @@ import json
 import os
 import pickle
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from helpers import two_processes
 from torch import nn
 from torch.testing import assert_close
 from transformers import (
@@ -495,8 +494,7 @@ def test_the_hidden_states_and_attentions_that_users_ask_for():
 
 
 SCRIPT = """
-import json, sys
-sys.path.insert(0, {tests!r})
+import json
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -522,12 +520,7 @@ dist.destroy_process_group()
 
 
 def test_two_processes_train_as_one_does(tmp_path):
-    script = tmp_path / "two.py"
-    script.write_text(SCRIPT.format(tests=os.path.dirname(__file__)))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    where = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent.parent)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=os.environ | where)
-    assert done.returncode == 0, done.stderr[-3000:]
+    said = two_processes(tmp_path, SCRIPT)
     model, losses = calibrate(convert(plain()), batch()), []
     optimizer = torch.optim.SGD(parameter_groups(model, lr=0.1), lr=0.1)
     for _ in range(3):
@@ -536,7 +529,7 @@ def test_two_processes_train_as_one_does(tmp_path):
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    assert_close(json.loads(done.stdout.strip().splitlines()[-1]), losses, rtol=1e-4, atol=1e-5)
+    assert_close(json.loads(said.splitlines()[-1]), losses, rtol=1e-4, atol=1e-5)
 
 
 # what is refused, and what it costs

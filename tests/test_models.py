@@ -9,11 +9,11 @@ import sys
 import textwrap
 import time
 import zipfile
-from pathlib import Path
 
 import gguf
 import pytest
 import torch
+from helpers import ROOT, until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,7 +23,6 @@ from bft_nb.gates import convert_gated
 from bft_nb.llama import convert
 from bft_nb.models import Packaged, fetch_model, load_model, tiny_llama, tiny_tokenizer
 
-ROOT = Path(__file__).resolve().parent.parent
 NAME = "llm_small/small.F32.gguf"
 
 
@@ -176,17 +175,10 @@ def start(log, before="pass"):
     return subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def wait_for(log, seconds=120):
-    end = time.monotonic() + seconds
-    while not log.exists():
-        assert time.monotonic() < end, "the other process did not begin to convert"
-        time.sleep(0.05)
-
-
 def test_two_processes_convert_once(shop, tmp_path):
     log = tmp_path / "log"
     first = start(log, "time.sleep(3)")
-    wait_for(log)
+    until(log.exists)
     second = start(log)
     out = [p.communicate(timeout=300) for p in (first, second)]
     assert [p.returncode for p in (first, second)] == [0, 0], out
@@ -197,7 +189,7 @@ def test_two_processes_convert_once(shop, tmp_path):
 def test_a_process_killed_in_the_middle(shop, tmp_path):
     log = tmp_path / "log"
     victim = start(log, "folder.mkdir(); (folder / 'config.json').write_text('{}'); time.sleep(600)")
-    wait_for(log)
+    until(log.exists)
     time.sleep(0.5)
     victim.send_signal(signal.SIGKILL)
     victim.communicate(timeout=60)

@@ -1,12 +1,8 @@
 "Questions, labels, noise, losses and scores: properties, independent routes to the same number, and what must be refused."
 
-import http.server
 import inspect
 import json
-import os
-import threading
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -48,7 +44,7 @@ text = st.text(st.characters(exclude_categories=("Cs",)), max_size=30)
 some = text.filter(lambda s: s.strip())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(before=text, inside=some, after=text, question=some, name=st.sampled_from(sorted(TOKENIZERS)))
 def test_labels_are_the_answer_and_the_end_after_any_prompt(before, inside, after, question, name):
     tokenizer = TOKENIZERS[name]
@@ -105,7 +101,7 @@ def test_tokenizers_that_cannot_be_used():
 # too long ---------------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(words=st.lists(st.sampled_from("aa b  ccc d.".split(" ")), min_size=1, max_size=40), at=st.integers(0, 40), size=st.integers(60, 200))
 def test_the_window_around_the_answer_is_the_longest_that_fits(words, at, size):
     words = [*words[:at], "zeta eta", *words[at:]]
@@ -139,7 +135,7 @@ def test_the_window_keeps_the_occurrence_that_was_annotated():
 # noise ------------------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(low=st.floats(0, 1), high=st.floats(0, 1), seed=st.integers(0, 99), n=st.integers(1, 6))
 def test_noise_touches_labels_only_and_grows_with_np(low, high, seed, n):
     low, high = sorted((low, high))
@@ -172,7 +168,7 @@ def test_no_noise_and_nothing_but_noise():
     assert all((b.answer == 0).all() for b in corrupt(clean, 1, 1))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(n=st.integers(2, 30), noise=st.floats(0, 1), seed=st.integers(0, 99))
 def test_a_swap_is_a_derangement(n, noise, seed):
     questions = [Question(str(i), "Which?", f"It is a{i}.", (f"a{i}",)) for i in range(n)]
@@ -359,7 +355,7 @@ def test_mean_nll(model):
         qa.mean_nll(model, [], Collator(WORDS))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(text)
 def test_normalise_is_that_of_torchmetrics(s):
     from torchmetrics.functional.text.squad import _normalize_text
@@ -408,30 +404,6 @@ def test_lookup(facts):
 # files ------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def home(tmp_path, monkeypatch):
-    monkeypatch.setenv("BFT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.delenv("BFT_DATA", raising=False)
-    return tmp_path
-
-
-@pytest.fixture
-def publisher(home):
-    root = home / "publisher"
-    root.mkdir()
-
-    class Handler(http.server.SimpleHTTPRequestHandler):
-        def __init__(self, *args): super().__init__(*args, directory=str(root))
-
-        def log_message(self, *_): pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield root, f"http://127.0.0.1:{server.server_port}/"
-    server.shutdown()
-    server.server_close()
-
-
 SQUAD = {"data": [{"title": "Keys", "paragraphs": [{"context": ADA.context, "qas": [
     {"id": "a", "question": " How many? ", "answers": [{"text": "7", "answer_start": 10}, {"text": "7", "answer_start": 10}]},
     {"id": "b", "question": "Where?", "answers": [{"text": "Rome", "answer_start": 24}]}]}]}]}  # fmt: skip
@@ -449,7 +421,7 @@ def test_official_squad_is_downloaded_checked_and_kept(publisher, home, monkeypa
     assert questions[0] == Question("a", "How many?", ADA.context, ("7",), 10, "Keys") and questions[1].target == "Rome"
     (root / "s.json").unlink()
     assert qa.load_questions("small", progress=False) == questions
-    assert [p.name for p in (home / "cache").rglob("*") if p.is_file()] == ["s.json"]
+    assert [p.name for p in home.rglob("*") if p.is_file()] == ["s.json"]
 
 
 def test_lost_in_the_middle(publisher, monkeypatch):
@@ -482,13 +454,13 @@ def test_what_is_not_published(home, monkeypatch):
     with pytest.raises(DownloadError, match="could not download"): qa.load_questions("small", progress=False)
 
 
-def test_own_files(home, monkeypatch):
+def test_own_files(home, tmp_path, monkeypatch):
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    folder = home / "mine" / "qa"
+    folder = tmp_path / "mine" / "qa"
     folder.mkdir(parents=True)
-    monkeypatch.setenv("BFT_DATA", str(home / "mine"))
+    monkeypatch.setenv("BFT_DATA", str(tmp_path / "mine"))
     register(monkeypatch, None)
     rows = [{"id": str(i), "title": "", "context": ADA.context, "question": "How many?", "answers": ["7"], "answer_starts": [10]} for i in range(2)]
     pq.write_table(pa.Table.from_pylist(rows), folder / "small.parquet")
@@ -505,18 +477,19 @@ def test_the_gold_passage_stands_where_it_should(place, at):
     assert lines[at] == f"[{at + 1}] G: gold" and [line.split(": ")[1] for line in lines if "gold" not in line] == ["1", "2", "3"]
 
 
-REAL = Path(os.environ["BFT_DATA"]) / "qa" if os.environ.get("BFT_DATA") else None
-needs_data = pytest.mark.skipif(REAL is None or not REAL.is_dir(), reason="real data: set BFT_DATA to a folder with qa/")
+def skip_unless_there(*files):
+    if not any(map(qa.own_file, files)): pytest.skip(f"BFT_DATA is not set, or holds no {files[0]}")
 
 
-@needs_data
 @pytest.mark.parametrize("name", ["squad_v1.1_dev", "squad_v1.1_train_part", "squadshifts_new_wiki", "squadshifts_amazon_reviews", "nq_open_oracle_litm"])
 def test_real_files(name):
+    source = qa.QA_SETS[name].source
+    skip_unless_there(f"{name}.parquet", *([source.filename] if source else []))
     for q in qa.load_questions(name): qa.check_question(q)
 
 
-@needs_data
 def test_real_distractors():
+    skip_unless_there("nq_open_bm25_distractors.parquet")
     alone, far = qa.nq_with_distractors(0), qa.nq_with_distractors(20, "last")
     assert [q.id for q in alone] == [q.id for q in far] and len(alone) == 2652
     for q, r in zip(alone[:200], far[:200]):

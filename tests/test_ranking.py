@@ -35,7 +35,7 @@ def slow_rank(scores, target, seen):
     return 1 + higher + math.ceil(equal / 2)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.data())
 def test_rank_by_definition(data):
     n = data.draw(st.integers(1, 12))

@@ -141,7 +141,7 @@ def test_low_confidence_means_fewer_hits_and_is_calibrated():
 
 @pytest.mark.slow
 def test_low_confidence_means_fewer_hits_on_real_data():
-    if (folder := data_dir()) is None or not find(dataset("ml100k"), folder):
+    if not find(dataset("ml100k"), data_dir()):
         pytest.skip("BFT_DATA is not set, or holds no ml100k.parquet")
     data = load("ml100k")
     frame = pd.DataFrame({"user": np.repeat(data.user_ids, data.sequences.lengths), "item": data.item_ids[data.sequences.items - 1]})

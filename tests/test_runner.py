@@ -5,11 +5,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import nbformat
 import pytest
+from helpers import until
 from nbformat.v4 import new_code_cell, new_notebook
 
 from bft_nb import cli, runner
@@ -117,9 +117,7 @@ def test_time_out_leaves_nothing(notebook, out):
 def test_interruption_leaves_nothing(notebook, out):
     args = [sys.executable, "-m", "bft_nb.cli", "run", str(notebook), "-p", "dataset", "slow", "--out", str(out), "--quiet"]
     child = subprocess.Popen(args, stderr=subprocess.PIPE, text=True, start_new_session=True, cwd=Path(__file__).parent.parent)
-    end = time.time() + 60
-    while not list(out.glob("*.part.ipynb")) and time.time() < end:
-        time.sleep(0.1)
+    until(lambda: list(out.glob("*.part.ipynb")))
     os.killpg(child.pid, signal.SIGINT)  # as Ctrl-C does
     assert child.wait(60) == 130
     assert "interrupted" in child.stderr.read()

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from concurrent.futures import Future
 from functools import partial
@@ -15,12 +14,12 @@ import nbformat
 import pytest
 import yaml
 from filelock import FileLock
+from helpers import ROOT, until
 from nbformat.v4 import new_code_cell, new_notebook
 
 from bft_nb import cli, runner, study, sweep
 from bft_nb.sweep import Outcome, cells
 
-ROOT = Path(__file__).resolve().parent.parent
 ALLOWED = {"dataset": "synthetic", "seed": 0, "lr": 1e-3, "bft": False, "widths": [8], "limit": None}
 PARAMETERS = 'seed = 0\nlr = 1e-3\nmode = "ok"\nmarks = "."\n'
 BODY = """import os, time
@@ -309,13 +308,6 @@ def _alive(pid):
         return Path(f"/proc/{pid}/stat").read_text().split(")")[-1].split()[0] != "Z" if os.path.isdir("/proc") else os.kill(pid, 0) is None
     except (OSError, IndexError):
         return False
-
-
-def until(true, seconds=120):
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, "waited too long"
-        time.sleep(0.02)
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from helpers import two_processes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -136,7 +137,7 @@ def test_training_rows_shift_by_one_and_keep_the_most_recent():
     assert data[0]["items"].tolist() == [1, 2]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=8), st.integers(1, 5))
 def test_pad_rows(lengths, max_length):
     sequences = from_lengths(np.array(lengths), np.arange(1, sum(lengths) + 1))
@@ -146,7 +147,7 @@ def test_pad_rows(lengths, max_length):
         assert row[: len(want)].tolist() == want.tolist() and not row[len(want) :].any()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(1, 400), st.integers(1, 64), st.integers(0, 5), st.integers(0, 3))
 def test_every_sequence_once_an_epoch(n, batch_size, seed, epoch):
     lengths = np.random.default_rng(0).integers(1, 50, n)
@@ -434,8 +435,6 @@ def test_progress_shows_the_loss(split, capsys):
 
 
 TWO = """
-import sys
-sys.path.insert(0, {tests!r})
 import torch
 import torch.distributed as dist
 from test_training import *
@@ -462,8 +461,4 @@ print("both fine")
 
 
 def test_two_processes_agree_and_end(tmp_path):
-    script = tmp_path / "two.py"
-    script.write_text(TWO.format(tests=os.path.dirname(__file__), out=str(tmp_path / "run")))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    assert done.returncode == 0 and done.stdout.count("both fine") == 2, done.stderr[-3000:]
+    assert two_processes(tmp_path, TWO.format(out=str(tmp_path / "run"))).count("both fine") == 2

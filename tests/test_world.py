@@ -78,7 +78,7 @@ def test_signal_stays_in_the_cluster(big):
 
 
 @given(st.integers(2, 12), st.integers(0, 10**6))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_stationary_distribution_is_the_one_asked_for(c, seed):
     rng = np.random.default_rng(seed)
     mu = rng.random(c) + 0.2
