@@ -2,7 +2,6 @@
 
 import copy
 import json
-import os
 import pickle
 import re
 from pathlib import Path
