@@ -110,9 +110,9 @@ plt.show()
 # %% [markdown]
 # ## Reading
 #
-# Stored so far, for SASRec on two sets: the two halves of the filter, both off, no Q, one $\tau$ for all; for HSTU a larger first precision. The other variants are in the grid, and this page shows them when they are.
+# Stored are, for SASRec on Beauty, every kind of variant, on Instruments the main ones, and for HSTU a larger first precision. The rest of the grid, further values of $Q$, $\nu_0$ and $\tau$ and the halves of HSTU's filter, is shown when its rows are.
 #
-# **On Beauty no part is missed**, as there is no gain to lose. Bias alone is better than the whole on the test items, by an amount just clear of zero, but not on validation, where gain alone is; one seed establishes no order among the variants.
+# **On Beauty no part is missed**, as there is no gain to lose. Without a Jacobian, without $Q$, with one variance per head, with one $\tau$ for all or one that starts from frequency, the filter ranks as it does whole. Bias alone and a prior worth next to nothing are better than the whole on the test items, by amounts just clear of zero, but neither stands out on validation, where gain alone leads; of ten variants at one seed that establishes no order. A $\tau$ from the embedding, by a network, is the one variant that is worse on both.
 #
 # **On Instruments the filter helps, and either half will do.** Without both, the lead over torch's layer halves, with an interval clear of zero. With either of them most of it is back. One $\tau$ for all items and a filter without Q cost nothing that the intervals can tell from zero. So what helps there is a precision that follows the weights' $n$ and the values' scatter, by whichever way it acts; not what is learnt of single items, and not the process noise, without which a filter freezes in theory and over two layers does not.
 #

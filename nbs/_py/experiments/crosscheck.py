@@ -9,7 +9,7 @@
 # %% [markdown]
 # # Does somebody else's program agree?
 #
-# > RecTools' SASRec, HSTU and BERT4Rec on our split, trained by their own code and judged by their own lists.
+# > RecTools' SASRec (and, on request, HSTU and BERT4Rec) on our split, trained by their own code and judged by their own lists.
 
 # %% [markdown]
 # A comparison of a filter with a plain model says little if the plain model is worse than it should be. So another library trains the same kind of model on the same sequences, sets the same two items of every user aside, leaves out the same seen items, and ranks the same catalogue; only its lists of ten enter here.
