@@ -120,7 +120,7 @@ class LayerFilter(Added):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         "Refuse the weights of another form of filter, as adapters come without the model's configuration."
-        saved = state_dict.get(f"{prefix}form", self.form)
+        saved: Tensor = state_dict.get(f"{prefix}form", self.form)  # type: ignore[assignment]
         if not torch.equal(saved.to(self.form.device), self.form):
             of, ours = (f"units={UNITS[form[0]]!r} and jacobian{'≠' if form[1] else '='}'none'" for form in (saved.tolist(), self.form.tolist()))
             raise ValueError(f"these are the weights of a filter with {of}, but the model was converted with {ours}: give convert the same")

@@ -84,8 +84,9 @@ def train(a: argparse.Namespace, table: Any) -> Any:
     "A recommender fitted to the table, saved if asked."
     from bft_nb.recommender import Recommender
 
-    given = {name: getattr(a, option) for option, name in TRAINING.items() if getattr(a, option) is not None}
-    made = Recommender(**{name: not value if value is True else value for name, value in given.items()}, device=a.device)
+    given: dict[str, Any] = {name: getattr(a, option) for option, name in TRAINING.items() if getattr(a, option) is not None}
+    given = {name: not value if value is True else value for name, value in given.items()}
+    made = Recommender(**given, device=a.device)
     if not 1 <= a.k <= (items := len(table[a.item].unique()) if a.item in table.column_names else a.k):
         raise ValueError(f"k must be between 1 and the number of items, {items}, got {a.k}")
     made.fit(table, a.user, a.item, a.timestamp, a.position, progress=not a.quiet)
