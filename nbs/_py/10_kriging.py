@@ -461,7 +461,7 @@ torch.testing.assert_close(ordinary_kriging_weights(torch.diag(1 / product)), we
 #
 # **What is lost** without the off-diagonal. Let all pairs of $T$ neighbours share a correlation $\rho$, as paraphrases of one sentence do. Equal weights stay the best, but the variance they have is
 #
-# $$ \operatorname{Var} e = \frac{\sigma^2}{T} \left(1 + (T - 1) \rho\right) \;\xrightarrow{T \to \infty}\; \rho\, \sigma^2 , \tag{10.11} $$
+# $$ \operatorname{Var} e = \frac{\sigma^2}{T} \left(1 + (T - 1) \rho\right) \;\to\; \rho\, \sigma^2 \quad (T \to \infty) , \tag{10.11} $$
 #
 # and not $\sigma^2/T$: a thousand copies of one opinion are worth $1/\rho$ opinions.
 

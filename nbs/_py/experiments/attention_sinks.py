@@ -420,7 +420,7 @@ def draw_length(left: plt.Axes, right: plt.Axes, of: str) -> None:
 #| code-fold: true
 shown = [of for of in BUDGETS if cells(of)]
 lengths = 2 ** np.arange(6, 12)
-fig, axes = plt.subplots(len(shown), 2, figsize=(7.2, 2 * len(shown) + 0.4), squeeze=False, sharex=True)
+fig, axes = plt.subplots(len(shown), 2, figsize=(5.6, 1.6 * len(shown) + 0.4), squeeze=False, sharex=True)
 for (left, right), of in zip(axes, shown):
     draw_length(left, right, of)
     right.plot(lengths[:5], np.log2(lengths[:5] / 64), color=COLOUR["prior"], linewidth=0.6)
@@ -465,7 +465,7 @@ pd.concat({key: frame.describe().loc[["mean", "min", "max"]].T for key, frame in
 #| label: fig-layers
 #| fig-cap: "SmolLM2 layer by layer: mass on the first token at the longest context, and the change of log₂ n and of the log-odds of gate or gain per doubling of the length; pretrained (thin) and after fine-tuning."
 #| code-fold: true
-fig, axes = plt.subplots(1, 3, figsize=(8, 2.4))
+fig, axes = plt.subplots(1, 3, figsize=(6.4, 2))
 for (of, arm), frame in layers.items():
     name = next((n for n in ARMS if titled(n, "") == arm.removesuffix(", shipped start")), "sft")
     style = dict(color=COLOUR[ROLES[name]], linestyle=STYLES[name], linewidth=0.8 if of == "pretrained" else 1.6)
