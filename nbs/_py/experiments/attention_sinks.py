@@ -420,7 +420,7 @@ def draw_length(left: plt.Axes, right: plt.Axes, of: str) -> None:
 #| code-fold: true
 shown = [of for of in BUDGETS if cells(of)]
 lengths = 2 ** np.arange(6, 12)
-fig, axes = plt.subplots(len(shown), 2, figsize=(4.6, 1.2 * len(shown) + 0.4), squeeze=False, sharex=True)
+fig, axes = plt.subplots(len(shown), 2, figsize=(5.2, 1.4 * len(shown) + 0.4), dpi=80, squeeze=False, sharex=True)
 for (left, right), of in zip(axes, shown):
     draw_length(left, right, of)
     right.plot(lengths[:5], np.log2(lengths[:5] / 64), color=COLOUR["prior"], linewidth=0.6)
