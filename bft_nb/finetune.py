@@ -103,7 +103,7 @@ def prepare(
     rank: int = 16,  # of the low-rank matrices
     dtype: str = "float32",  # of the weights of a model by name; the precision stays float32
     max_length: int = 256,  # tokens of a calibration text
-    seed: int = 0,  # of the low-rank matrices
+    seed: int = 0,  # of what starts at random: the network of τ, the low-rank matrices
     **start: Any,  # of the filter: keywords of `bft_nb.llama.convert`
 ) -> Prepared:
     "Load, convert and calibrate where the method filters, convert where it has gates, add the adapter. Raises `ValueError` for unknown names, and what `load_model` does."
@@ -113,6 +113,7 @@ def prepare(
     if METHODS[method].added == "bft" and not calibration:
         raise ValueError("calibration must hold one text at least: the filter's scales are measured on it")
     model, tokenizer = load_model(name, dtype) if isinstance(name, str) else name
+    torch.manual_seed(seed)
     model = converted(model, method, **start)
     if METHODS[method].added == "bft":
         from bft_nb.llama import calibrate
@@ -121,7 +122,7 @@ def prepare(
             raise ValueError(f"max_length must be at most {room(model)}, the tokens that the model can take, got {max_length}")
         calibrate(model, tokenizer(list(calibration), return_tensors="pt", padding=True, truncation=True, max_length=max_length))
     more = added_parameters(model, method)
-    torch.manual_seed(seed)
+    torch.manual_seed(seed)  # again: the matrices are those of every other method
     model = adapted(model, method, adapter, rank)
     return Prepared(model, tokenizer, sum(p.numel() for p in model.parameters() if p.requires_grad), more)
 

@@ -48,6 +48,12 @@ def test_methods_share_the_start_of_the_adapter(questions):
     assert of(a).keys() == of(b).keys() and all(torch.equal(p, of(b)[name]) for name, p in of(a).items())
 
 
+@pytest.mark.parametrize("method", ["bft", "headwise"])
+def test_the_seed_decides_the_start(method, questions):
+    a, b, other = (weights(ready(method, questions, seed=seed)[0].model) for seed in (1, 1, 2))
+    assert all(torch.equal(p, b[name]) for name, p in a.items()) and any(not torch.equal(p, other[name]) for name, p in a.items())
+
+
 @pytest.mark.parametrize("method", ["sft", "bft", "headwise"])
 def test_a_killed_run_goes_on(method, questions, tmp_path, monkeypatch):
     run = QUICK | dict(steps=8)
