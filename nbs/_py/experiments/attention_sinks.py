@@ -116,6 +116,7 @@ configuration(params)
 
 # %%
 filtering = dict(STARTS[start], attn_implementation="bft_blocked") if method == "bft" else {}
+torch.manual_seed(seed)
 lm = converted(lm, method, **filtering).to(place)
 if filtering:
     calibrate(lm, {"input_ids": spread(cut["to learn from"], 8)[:, :512].to(place)})
