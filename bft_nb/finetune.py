@@ -177,7 +177,7 @@ def finetune(
     from transformers import PrinterCallback, Trainer, TrainingArguments
 
     from bft_nb._trainer import LastStep
-    from bft_nb.training import _check_out_dir, resolve_device, run_trainer
+    from bft_nb.training import check_out_dir, resolve_device, run_trainer
 
     check_option("method", method, METHODS)
     check_option("dtype", dtype, DTYPES)
@@ -189,7 +189,7 @@ def finetune(
     check_lengths(examples, model)
     if out_dir is not None:
         settings = dict(method=method, steps=steps, lr=lr, precision_lr=precision_lr or lr, batch_size=batch_size, seed=seed, dtype=dtype)
-        _check_out_dir(Path(out_dir), _settings_hash(model, examples, settings))
+        check_out_dir(Path(out_dir), _settings_hash(model, examples, settings))
     place = resolve_device(device)
     order = length_grouped([len(e.input_ids) for e in examples], steps, batch_size, seed)
     with tempfile.TemporaryDirectory() as scratch:
@@ -242,9 +242,9 @@ def _is_whole(checkpoint: Path) -> bool:
 
 def _last_checkpoint(out_dir: Path) -> str | None:
     "Newest whole checkpoint; half-written ones are removed."
-    from bft_nb.training import _numbered
+    from bft_nb.training import numbered
 
-    found = {path: _is_whole(path) for path in _numbered(out_dir)}
+    found = {path: _is_whole(path) for path in numbered(out_dir)}
     for path, whole in found.items():
         if not whole:
             shutil.rmtree(path, ignore_errors=True)

@@ -283,7 +283,7 @@ def parameter_groups(model: nn.Module, lr: float, precision_lr: float | None, we
     return groups
 
 
-def _numbered(out_dir: Path) -> list[Path]:
+def numbered(out_dir: Path) -> list[Path]:
     "What `Trainer` calls a checkpoint, newest first; anything else in the folder is not ours."
     found = [p for p in out_dir.glob("checkpoint-*") if p.is_dir() and p.name.removeprefix("checkpoint-").isdecimal()]
     return sorted(found, key=lambda p: int(p.name.removeprefix("checkpoint-")), reverse=True)
@@ -315,7 +315,7 @@ def _is_whole(checkpoint: Path) -> bool:
 
 def last_checkpoint(out_dir: Path) -> str | None:
     "Newest whole checkpoint; half-written and half-deleted ones are removed."
-    found = _numbered(out_dir)
+    found = numbered(out_dir)
     whole = [p for p in found if _is_whole(p)]
     for path in found:
         if path not in whole:
@@ -333,12 +333,12 @@ def _settings_hash(model: nn.Module, split: Any, settings: dict[str, Any]) -> st
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _check_out_dir(out_dir: Path, key: str) -> None:
+def check_out_dir(out_dir: Path, key: str) -> None:
     "Raise `ValueError` if the folder holds a run with other settings, or of somebody else; `NotADirectoryError` if it is a file."
     if out_dir.exists() and not out_dir.is_dir():
         raise NotADirectoryError(f"out_dir must be a folder, {out_dir} is a file")
     mark = out_dir / "settings.hash"
-    if mark.read_text() != key if mark.exists() else _numbered(out_dir):
+    if mark.read_text() != key if mark.exists() else numbered(out_dir):
         raise ValueError(f"{out_dir} holds a run with other settings or data: give another out_dir or remove it")
     with written(mark) as part:
         part.write_text(key)
@@ -426,7 +426,7 @@ def fit(
     place = resolve_device(device)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(out_dir or scratch).absolute()
-        _check_out_dir(folder, _settings_hash(model, split, settings))
+        check_out_dir(folder, _settings_hash(model, split, settings))
         trainer = _trainer(model, split, folder, place, settings, eval_batch_size, progress)
         checkpoint = last_checkpoint(folder)
         if not (checkpoint and _finished(Path(checkpoint), epochs, patience)):

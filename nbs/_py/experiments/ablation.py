@@ -104,7 +104,8 @@ for ax, where in zip(axes[0], shown):
         d = compare(found[where][options], found[where]["{}"])["all"]
         ax.errorbar(d.mean, every.index(options), xerr=[[d.mean - d.low], [d.high - d.mean]], fmt="o", color=COLOUR["posterior"])
     ax.axvline(0, color="0.6", lw=1)
-    ax.set(title=" · ".join(where), yticks=range(len(every)), yticklabels=[o.strip("{}").replace('"', "") for o in every], xlabel="difference in NDCG@10")
+    ax.set(title=" · ".join(where), yticks=range(len(every)), yticklabels=[o.strip("{}").replace('"', "") for o in every], xlabel="Δ NDCG@10")
+    ax.locator_params(axis="x", nbins=3)
 plt.show()
 
 # %% [markdown]

@@ -252,6 +252,11 @@ def titled(name: str, start: str | float) -> str:
     return ("plain" if name == "sft" else METHODS[name].title) + (", shipped start" if start == "shipped" else "")
 
 
+def method_of(arm: str) -> str:
+    "The method that tables call so."
+    return next(name for name in ARMS if titled(name, "") == arm.removesuffix(", shipped start"))
+
+
 def cells(study: str, split: str = "bos") -> dict[tuple[str, int], pd.Series]:
     "The metrics of every stored run of a study: (arm, seed) -> values by name."
     rows = choose(stored, study=study, split=split)
@@ -401,35 +406,34 @@ choose(whole, study="scratch", method="sft", split="bos", metric="loss").pivot_t
 
 
 # %%
-def draw_length(left: plt.Axes, right: plt.Axes, of: str) -> None:
+def draw_length(upper: plt.Axes, lower: plt.Axes, of: str) -> None:
     "Gate and gain of a study against the length of the context, and their log-odds relative to length 64."
     for (arm, s), values in cells(of).items():
-        name = next((n for n in ARMS if titled(n, "") == arm.removesuffix(", shipped start")), "sft")
+        name = method_of(arm)
         kind = "gate" if METHODS[name].added == "gate" else "gain"
         value, odds = (curve(values, x).loc[64:] for x in (kind, f"{kind}_odds"))
         if len(value):
             style = dict(color=COLOUR[ROLES[name]], linestyle=STYLES[name])
-            left.plot(value.index, value, **style, label=arm if s == min(seed for a, seed in cells(of) if a == arm) else None)
-            right.plot(odds.index, (odds - odds.iloc[0]) / math.log(2), **style)
-    if left.get_legend_handles_labels()[0]:
-        left.legend(fontsize=7)
+            upper.plot(value.index, value, **style, label=arm if s == min(seed for a, seed in cells(of) if a == arm) else None)
+            lower.plot(odds.index, (odds - odds.iloc[0]) / math.log(2), **style)
 
 
 # %%
 #| label: fig-length
-#| fig-cap: "Left: gate and gain against the length of the context, mean over heads and texts; a row for each study. Right: log-odds, base 2, relative to length 64; the thin line doubles with the context, a flat one knows nothing of it."
+#| fig-cap: "Above: gate and gain against the length of the context, mean over heads and texts; a column for each study (note the scales). Below: log-odds, base 2, relative to length 64; the thin line doubles with the context, a flat one knows nothing of it. The filter stands at the shipped start where it is pretrained or tuned."
 #| code-fold: true
 shown = [of for of in BUDGETS if cells(of)]
-lengths = 2 ** np.arange(6, 12)
-fig, axes = plt.subplots(len(shown), 2, figsize=(5.2, 1.4 * len(shown) + 0.4), dpi=80, squeeze=False, sharex=True)
-for (left, right), of in zip(axes, shown):
-    draw_length(left, right, of)
-    right.plot(lengths[:5], np.log2(lengths[:5] / 64), color=COLOUR["prior"], linewidth=0.6)
-    left.set(ylabel="gate g, gain K [1]", title=of)
-    right.set(ylabel="change of log₂ odds", title=of)
-for ax in axes[-1]:
-    ax.set_xscale("log", base=2)
-    ax.set(xlabel="length of the context [tokens]", xticks=lengths, xticklabels=lengths)
+lengths = 2 ** np.arange(6, 11)
+fig, axes = plt.subplots(2, len(shown), figsize=(1.9 * len(shown) + 0.6, 3.3), squeeze=False, sharex=True)
+for (upper, lower), of in zip(axes.T, shown):
+    draw_length(upper, lower, of)
+    lower.plot(lengths, np.log2(lengths / 64), color=COLOUR["prior"], linewidth=0.6)
+    upper.set(title=of)
+    lower.set_xscale("log", base=2)
+    lower.set(xlabel="length [tokens]", xticks=lengths[::2], xticklabels=lengths[::2])
+axes[0, 0].set(ylabel="gate g, gain K [1]")
+axes[1, 0].set(ylabel="change of log₂ odds")
+fig.legend(*axes[0, -1].get_legend_handles_labels(), fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
 plt.show()
 
 # %% [markdown]
@@ -468,7 +472,7 @@ pd.concat({key: frame.describe().loc[["mean", "min", "max"]].T for key, frame in
 #| code-fold: true
 fig, axes = plt.subplots(1, 3, figsize=(6.4, 2))
 for (of, arm), frame in layers.items():
-    name = next((n for n in ARMS if titled(n, "") == arm.removesuffix(", shipped start")), "sft")
+    name = method_of(arm)
     style = dict(color=COLOUR[ROLES[name]], linestyle=STYLES[name], linewidth=0.8 if of == "pretrained" else 1.6)
     for ax, column in zip(axes, frame):
         ax.plot(frame.index, frame[column], **style, label=arm if of == "tuned" else None)
