@@ -36,5 +36,5 @@ def two_processes(folder, code):
     script.write_text(f"import sys\nsys.path.insert(0, {str(ROOT / 'tests')!r})\n{code}")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)})
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.returncode == 0, f"{done.stderr[:2000]}\n…\n{done.stderr[-1000:]}"  # the cause comes first
     return done.stdout.strip()
