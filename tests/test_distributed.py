@@ -20,6 +20,7 @@ split = chain_split(users=64)
 fitted = fit(small(split, dropout=0.0), split, **SAME, out_dir={out!r})
 if dist.get_rank() == 0:
     print(json.dumps([dist.get_world_size(), fitted.history]))
+dist.barrier()  # or one process closes what the other still reads
 dist.destroy_process_group()
 """
 
