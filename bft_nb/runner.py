@@ -7,6 +7,7 @@ itself, so that whoever starts the same run meanwhile waits or goes elsewhere, a
 however that ends. Nothing but the standard library is imported until a notebook is opened.
 """
 
+import ast
 import contextlib
 import difflib
 import hashlib
@@ -126,21 +127,24 @@ def _need_papermill() -> None:
 
 def allowed_parameters(notebook: Path) -> dict[str, Any]:
     "Name and default of every parameter in the cell tagged `parameters` (a default that is no literal is given as `...`)."
-    _need_papermill()
-    _cells(notebook)
-    import ast
-    import logging
-
-    import papermill as pm
-
-    logging.getLogger("papermill").setLevel(logging.ERROR)  # it warns of a missing cell, which is an answer here
-    found = {}
-    for name, entry in pm.inspect_notebook(str(notebook)).items():
-        try:
-            found[name] = ast.literal_eval(str(entry["default"]))
-        except (ValueError, SyntaxError):
-            found[name] = ...
+    code = "\n".join("".join(cell["source"]) for cell in _cells(notebook) if "parameters" in cell["tags"])
+    try:
+        lines = ast.parse(code).body
+    except SyntaxError as e:
+        raise ValueError(f"{notebook}: the cell tagged parameters is not Python: {e}") from e
+    found: dict[str, Any] = {}
+    for line in lines:
+        if isinstance(line, ast.Assign | ast.AnnAssign):
+            names = line.targets if isinstance(line, ast.Assign) else [line.target]
+            found |= {name.id: _literal(line.value) for name in names if isinstance(name, ast.Name)}
     return found
+
+
+def _literal(node: ast.expr | None) -> Any:
+    try:
+        return ast.literal_eval(node)  # type: ignore[arg-type]  # None, of a declaration, is no literal either
+    except ValueError:
+        return ...
 
 
 def _fits(value: Any, default: Any) -> bool:
@@ -188,7 +192,7 @@ def _cells(notebook: Path) -> list[dict[str, Any]]:
     "The cells of a notebook file; `ValueError` if it is none."
     try:
         content = json.loads(notebook.read_text(encoding="utf-8"))
-        return [{"cell_type": c["cell_type"], "source": c["source"]} for c in content["cells"]]
+        return [{"cell_type": c["cell_type"], "source": c["source"], "tags": c["metadata"].get("tags", [])} for c in content["cells"]]
     except (ValueError, KeyError, TypeError) as e:
         raise ValueError(f"{notebook} is not a notebook (nbformat 4): {type(e).__name__}: {e}") from e
 

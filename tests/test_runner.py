@@ -142,6 +142,17 @@ def test_list_prints_parameters_with_defaults(notebook, capsys):
     assert capsys.readouterr().out.splitlines()[:3] == ["dataset = 'synthetic'", "seed = 0", "lr = 0.001"]
 
 
+def test_parameters_are_read_as_python(tmp_path):
+    code = 'a = "x"  # where K = 1 (for good)\nb: float = -2.5\nc = [0, 5]  # "none" = 0\nd = 2 * 3\ne: int'
+    nb = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("z = 1"), nbformat.v4.new_code_cell(code, metadata={"tags": ["parameters"]})])
+    nbformat.write(nb, tmp_path / "n.ipynb")
+    assert runner.allowed_parameters(tmp_path / "n.ipynb") == {"a": "x", "b": -2.5, "c": [0, 5], "d": ..., "e": ...}
+    nb.cells[1].source = "a = "
+    nbformat.write(nb, tmp_path / "n.ipynb")
+    with pytest.raises(ValueError, match="n.ipynb: the cell tagged parameters is not Python"):
+        runner.allowed_parameters(tmp_path / "n.ipynb")
+
+
 @pytest.mark.parametrize(("text", "value"), [("1e-3", 1e-3), ("3", 3), ("true", True), ("null", None), ("[1, 2]", [1, 2]), ("beauty", "beauty"), ("a: b: c", "a: b: c")])
 def test_parse_value(text, value):
     got = runner.parse_value(text)

@@ -24,7 +24,8 @@
 study = "scratch"  # "pretrained": as it is; "tuned": after some steps on running text, all weights; "scratch": from random weights
 model = "tiny"  # pretrained, tuned: "smollm2", an id of the hub, a folder; scratch: "small" (5.6 million parameters); "tiny" fits all
 method = "bft"  # "sft" (plain), "headwise", "elementwise", "sink" (learnt logits) or "bft"
-start = "letter"  # of the filter: "letter" (both β at 1, the paper's) or "shipped" (chapter 40's, which leaves a pretrained model what it is)
+start = "letter"  # of the filter: "letter" (both β at 1, the paper's), "no gain" (K stays 1) or "shipped" (chapter 40's, which leaves a pretrained model what it is)
+damping = 1.0  # of the plain model: a factor on what attention writes into the residual, a gain that knows nothing
 text = "lookup"  # or "qa": contexts of four sets to learn from, of squad_v1.1_dev to be measured on
 length = 128  # tokens of a text, BOS included
 windows = 4  # texts that are measured
@@ -57,9 +58,10 @@ from bft_nb.models import TINY, load_model, tiny_llama, tiny_tokenizer, title
 from bft_nb.qa import Collator, mean_nll
 from bft_nb.qa_study import ROLES
 from bft_nb.ranking import bootstrap_mean
-from bft_nb.report import choose, configuration, load_rows, results_folder
+from bft_nb.report import choose, configuration, results_folder
 from bft_nb.results import append_rows, check_new, load_arrays, ranks_path, run_key, run_rows, save_arrays
 from bft_nb.runner import checkout
+from bft_nb.sink_study import ARMS, BUDGETS, method_of, sink_rows
 from bft_nb.sinks import attention_maps, measure_sinks, per_head, sink_kappa, sink_rate
 from bft_nb.training import resolve_device
 
@@ -67,12 +69,13 @@ from bft_nb.training import resolve_device
 use_style()
 SHAPES = {"tiny": dict(d=64, n_layers=2), "small": dict(d=256, n_layers=8)}  # of a model from scratch: 4 heads, 2 of keys
 VOCABULARY = {"tiny": 512, "small": 4096}
-ARMS = ("sft", "headwise", "elementwise", "sink", "bft")
-STARTS = {"letter": dict(beta_a=1.0, beta_g=1.0), "shipped": {}}
+STARTS = {"letter": dict(beta_a=1.0, beta_g=1.0), "no gain": dict(beta_a=1.0, beta_g=0.0), "shipped": {}}
 for name, value, allowed in (("study", study, ("pretrained", "tuned", "scratch")), ("method", method, ARMS), ("start", start, STARTS), ("text", text, ("lookup", "qa"))):
     check_option(name, value, allowed)
 if study == "scratch":
     check_option("model", model, SHAPES)
+if not 0 < damping <= 1 or (damping < 1 and method != "sft"):
+    raise ValueError(f"damping must be above 0 and at most 1, and 1 for all methods but 'sft', got {damping} for {method!r}")
 if store and (model == TINY or text == "lookup"):
     raise ValueError("rows of the tiny model and of made-up sentences are not stored: choose model and text, or store=false")
 place = resolve_device(device)
@@ -100,12 +103,14 @@ pd.DataFrame({part: {"paragraphs": len(texts), "tokens": len(tokens), "different
 # %% [markdown]
 # ## One cell
 #
-# A filter's scales are calibrated on eight texts that are learnt from. A model from scratch has nothing to lose, so its filter starts with the equations to the letter.
+# A filter's scales are calibrated on eight texts that are learnt from. A model from scratch has nothing to lose, so its filter starts with the equations to the letter. Two more arms take it apart: a filter without a gain, and a plain model with a constant one (`damping`), the null.
 
 # %%
 params = dict(study=study, method=method, length=length, windows=windows, dtype=dtype)
 if method == "bft":
     params["start"] = start
+if damping < 1:
+    params["damping"] = damping
 if study != "pretrained":
     params |= dict(steps=steps, batch_size=batch_size, lr=lr)
     if METHODS[method].added:
@@ -120,6 +125,9 @@ torch.manual_seed(seed)
 lm = converted(lm, method, **filtering).to(place)
 if filtering:
     calibrate(lm, {"input_ids": spread(cut["to learn from"], 8)[:, :512].to(place)})
+if damping < 1:
+    for layer in lm.model.layers:
+        layer.self_attn.o_proj.register_forward_hook(lambda linear, args, out: damping * out)
 pd.Series({"model": title(model) if study != "scratch" else f"{model} Llama", "parameters": f"{lm.num_parameters():,}", "of a filter or gates": f"{added_parameters(lm, method):,}", "method": METHODS[method].title}).to_frame("")
 
 # %%
@@ -141,6 +149,8 @@ def measure(rows: torch.Tensor) -> tuple[pd.DataFrame, float]:
     "The measures of each text, and the loss per token."
     with answering(lm, dtype):
         frame = pd.concat([measure_sinks(lm, row[None]).assign(text=i) for i, row in enumerate(rows.to(place))], ignore_index=True)
+        if params.get("start") == "no gain":
+            frame = frame.drop(columns=["gain", "gain_odds"])  # 1, and infinite
         return frame, mean_nll(lm, as_examples(rows), collate, batch_size=1)
 
 
@@ -231,37 +241,20 @@ if store:
 # ```
 
 # %%
-source = results_folder()
+source, budgets = results_folder(), BUDGETS
 if not (source / "attention_sinks.csv").exists():
-    source = Path((here := tempfile.TemporaryDirectory()).name)
+    source, budgets = Path((here := tempfile.TemporaryDirectory()).name), {study: {}}
     keep(source)
-stored = load_rows("attention_sinks", source)
-BUDGETS = {  # what a row must have been made with to be shown here
-    "pretrained": dict(model="smollm2", dataset="qa", length=2048, windows=6),
-    "tuned": dict(model="smollm2", dataset="qa", length=1024, windows=8, steps=40, batch_size=2, lr=1e-4),
-    "scratch": dict(model="small", dataset="qa", length=1024, windows=24, steps=420, batch_size=2, lr=2e-3),
-}
-if source == results_folder():
-    stored = pd.concat([choose(stored, study=name, **budget) for name, budget in BUDGETS.items()])
+stored = sink_rows(source, budgets)
 STYLES = dict(sft=":", headwise="-.", elementwise="--", sink=(0, (5, 1, 1, 1, 1, 1)), bft="-")
 
 
 # %%
-def titled(name: str, start: str | float) -> str:
-    "What tables call an arm."
-    return ("plain" if name == "sft" else METHODS[name].title) + (", shipped start" if start == "shipped" else "")
-
-
-def method_of(arm: str) -> str:
-    "The method that tables call so."
-    return next(name for name in ARMS if titled(name, "") == arm.removesuffix(", shipped start"))
-
-
 def cells(study: str, split: str = "bos") -> dict[tuple[str, int], pd.Series]:
     "The metrics of every stored run of a study: (arm, seed) -> values by name."
     rows = choose(stored, study=study, split=split)
-    rows = rows.assign(start=rows["start"] if "start" in rows else "", order=rows["method"].map(ARMS.index)).sort_values(["order", "seed"], kind="stable")
-    return {(titled(m, s), seed): part.set_index("metric")["value"] for (_, m, s, seed), part in rows.groupby(["order", "method", "start", "seed"], dropna=False)}
+    rows = rows.assign(order=rows["method"].map(list(ARMS).index))
+    return {(arm, seed): part.set_index("metric")["value"] for (_, arm, seed), part in rows.groupby(["order", "arm", "seed"])}
 
 
 def curve(values: pd.Series, name: str) -> pd.Series:
@@ -398,11 +391,12 @@ table("tuned")
 table("scratch")
 
 # %% [markdown]
-# All arms have one learning rate, the table's. What the plain model reaches at others:
+# All arms have one learning rate, the table's. Losses at others, means over seeds:
 
 # %%
-whole = load_rows("attention_sinks", source)
-choose(whole, study="scratch", method="sft", split="bos", metric="loss").pivot_table(index=["model", "steps"], columns="lr", values="value").round(3)
+any_lr = {of: {name: value for name, value in budget.items() if name != "lr"} for of, budget in budgets.items() if of == "scratch"}
+tried = choose(sink_rows(source, any_lr or budgets), split="bos", metric="loss")
+tried.pivot_table(index="arm", columns="lr", values="value", sort=False).sort_index(axis=1).round(3).fillna("") if "lr" in tried else "no rows yet"
 
 
 # %%
@@ -461,9 +455,7 @@ def by_layer(found: dict[str, np.ndarray]) -> pd.DataFrame:
 layers = {}
 for of in ("pretrained", "tuned"):
     for (arm, s), _ in cells(of).items():
-        rows = choose(stored, study=of, split="bos", seed=s)
-        rows = rows[[titled(r.method, getattr(r, "start", "")) == arm for r in rows.itertuples()]]
-        layers[of, arm] = by_layer(arrays_of(rows))
+        layers[of, arm] = by_layer(arrays_of(choose(stored, study=of, arm=arm, split="bos", seed=s)))
 pd.concat({key: frame.describe().loc[["mean", "min", "max"]].T for key, frame in layers.items()}).round(2) if layers else "no rows yet"
 
 # %%

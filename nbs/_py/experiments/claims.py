@@ -32,6 +32,7 @@ from bft_nb.plan import KNOWN
 from bft_nb.ranking import Estimate, bootstrap_mean, hit_rate, ndcg
 from bft_nb.report import choose, compare, load_rows, signed
 from bft_nb.results import load_strata
+from bft_nb.sink_study import sink_rows
 from bft_nb.study import DATASETS, cell, history_strata, metrics, study_rows
 
 # %%
@@ -152,10 +153,10 @@ told.T.rename_axis(["task", "condition", "compared with"])
 # **The paper says** that a learned sigmoid gate does not change with the length of the context, and the gain does, because the effective sample size does. Change of the log-odds, base 2, per doubling of the length, with its interval over texts; 1 would be an odds that doubles with the context, 0 one that knows nothing of it.
 
 # %%
-slopes = load_rows("attention_sinks").query("split == 'bos'")
+slopes = sink_rows().query("split == 'bos'")
 slopes = slopes[slopes["metric"].str.fullmatch(r"slope\.(gate_odds|gain_odds|n_eff)(\.low|\.high)?")]
-slopes = slopes.assign(start=slopes["start"].fillna(""), what=slopes["metric"].str.extract(r"slope\.(\w+)")[0], end=slopes["metric"].str.extract(r"\.(low|high)$")[0].fillna("mean"))
-wide = slopes.pivot_table(index=["study", "method", "start", "seed", "what"], columns="end", values="value")
+slopes = slopes.assign(what=slopes["metric"].str.extract(r"slope\.(\w+)")[0], end=slopes["metric"].str.extract(r"\.(low|high)$")[0].fillna("mean"))
+wide = slopes.pivot_table(index=["study", "arm", "seed", "what"], columns="end", values="value")
 wide.apply(lambda s: signed(Estimate(s["mean"], s["low"], s["high"], 0), 2), axis=1).unstack("what").fillna("")
 
 # %% [markdown]
