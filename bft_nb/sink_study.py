@@ -1,6 +1,7 @@
 """What the pages that read the attention-sinks study share: its arms, what tables call them, and which stored rows are at its budget."""
 
 import math
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pandas as pd
 from bft_nb.finetune import METHODS
 from bft_nb.report import choose, load_rows
 
-__all__ = ["ARMS", "BUDGETS", "method_of", "sink_rows", "titled"]
+__all__ = ["ARMS", "BUDGETS", "method_of", "peak_memory", "sink_rows", "titled"]
 
 ARMS = {name: "plain" if name == "sft" else METHODS[name].title for name in ("sft", "headwise", "elementwise", "sink", "bft")}  # method -> what tables call it
 BUDGETS: dict[str, dict[str, Any]] = {  # study -> what its rows are made with
@@ -39,3 +40,13 @@ def sink_rows(
     rows = load_rows("attention_sinks", folder)
     rows["arm"] = [titled(**row) for row in rows.reindex(columns=["method", "start", "damping"]).to_dict("records")]
     return pd.concat([choose(rows, study=study, **values) for study, values in budgets.items()])
+
+
+def peak_memory() -> float:
+    "The most memory this process has held at once [GB, 10⁹ bytes]; NaN where the system does not say (Windows)."
+    try:
+        import resource
+    except ImportError:
+        return math.nan
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most * (1 if sys.platform == "darwin" else 1024) / 1e9

@@ -3,9 +3,10 @@
 import math
 
 import pytest
+import torch
 
 from bft_nb.results import append_rows, run_rows
-from bft_nb.sink_study import ARMS, BUDGETS, method_of, sink_rows, titled
+from bft_nb.sink_study import ARMS, BUDGETS, method_of, peak_memory, sink_rows, titled
 
 
 @pytest.mark.parametrize("start, damping, note", [("letter", math.nan, ""), ("no gain", math.nan, ", no gain"), ("shipped", math.nan, ", shipped start"), (math.nan, 0.3, ", × 0.3")])
@@ -32,3 +33,10 @@ def test_rows_at_other_budgets_are_left_out(tmp_path):
 def test_without_rows_it_says_so(tmp_path):
     with pytest.raises(FileNotFoundError, match="attention_sinks"):
         sink_rows(tmp_path)
+
+
+def test_peak_memory_is_in_units_of_a_billion_bytes():
+    before = peak_memory()
+    held = torch.ones(int(before * 1e9) // 4 + 50_000_000)  # more than all that was ever held, by 0.2 GB
+    assert peak_memory() >= held.nbytes / 1e9
+    assert peak_memory() < 2 * before + 1
