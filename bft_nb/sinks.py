@@ -74,6 +74,7 @@ class Measures(NamedTuple):
     mass: Float[Tensor, "b h t"]  # m, on the first token
     learnt: Float[Tensor, "b h t"]  # on a learnt sink logit, 0 where there is none
     n_eff: Float[Tensor, "b h t"]  # n, of all keys
+    kappa: Float[Tensor, "b h t"]  # κ = 1/n, whose mean is not one over the mean of n
     n_rest: Float[Tensor, "b h t"]  # N, of the keys that are no sinks; of no meaning where there are none
     scatter: Float[Tensor, "b h t"]  # S, mean over the value's features, [v²]
     others: Float[Tensor, "b h t"]  # s² + μ², weighted mean square of the values that are no sinks, [v²]
@@ -91,7 +92,8 @@ def measure_rows(
     n_rest = (total / torch.linalg.vector_norm(rest, dim=-1).clamp_min(LEAST)).square()
     others = (rest @ square[..., learnt + 1 :, None]).squeeze(-1) / total
     first = square[..., learnt, None].expand_as(others)
-    return Measures(w[..., learnt], w[..., :learnt].sum(-1), effective_sample_size(w), n_rest, scatter(w, v).mean(-1), others, first)
+    n_eff = effective_sample_size(w)
+    return Measures(w[..., learnt], w[..., :learnt].sum(-1), n_eff, 1 / n_eff, n_rest, scatter(w, v).mean(-1), others, first)
 
 # %% ../nbs/43_sinks.ipynb #84829d00
 def measure_call(
@@ -187,12 +189,15 @@ def binned(
 def of_attention(
     found: Measures,
     seen: Any,  # what attention returned beside the mean
+    learnt: int = 0,  # learnt sink logits among the keys
 ) -> dict[str, Float[Tensor, "b h t"]]:
-    "The measures by name, in a filtering layer also the variance $1/\\lambda_{\\text{obs}}$ and the claim $s_0^2$ of each head, [v²]."
-    if not isinstance(seen, Seen):
-        return found._asdict()
-    claim = found.n_eff * (found.n_eff * seen.variance - found.scatter)
-    return found._asdict() | {"variance": seen.variance, "claim": claim.clamp_min(0)}
+    "The measures by name; in a filtering layer also the variance $1/\\lambda_{\\text{obs}}$ and the claim $s_0^2$ of each head, [v²], with a learnt sink logit its gate and log-odds."
+    more = {}
+    if isinstance(seen, Seen):
+        more = {"variance": seen.variance, "claim": (found.n_eff * (found.n_eff * seen.variance - found.scatter)).clamp_min(0)}
+    if learnt:
+        more = {"gate": 1 - found.learnt, "gate_odds": (-found.learnt).log1p() - found.learnt.clamp_min(LEAST).log()}
+    return found._asdict() | more
 
 # %% ../nbs/43_sinks.ipynb #6cc82940
 def of_filter(
@@ -205,17 +210,16 @@ def of_filter(
 
 # %% ../nbs/43_sinks.ipynb #8e32769a
 def of_gate(
-    g: Float[Tensor, "b t h c"],  # what a gate reports
-    most: float,  # the largest value it can take
+    g: Float[Tensor, "b t h c"],  # what a gate on the query reports
 ) -> dict[str, Float[Tensor, "b h t"]]:
     "Gate and its log-odds per head and query, mean over channels."
-    odds = torch.logit((g.float() / most).clamp(LEAST, 1 - 1e-7))
+    odds = torch.logit((g.float() / 2).clamp(LEAST, 1 - 1e-7))
     return {"gate": g.float().mean(-1).mT, "gate_odds": odds.mean(-1).mT}
 
 # %% ../nbs/43_sinks.ipynb #55d1cf93
 def report_of(part: Added, record: Any) -> dict[str, Tensor]:
-    "What a filter or a gate reports, as measures."
-    return of_filter(record) if isinstance(part, LayerFilter) else of_gate(record, 1.0 if isinstance(part, SinkGate) else 2.0)
+    "What a filter or a gate on the query reports, as measures; of a sink logit the weights say more."
+    return of_filter(record) if isinstance(part, LayerFilter) else {} if isinstance(part, SinkGate) else of_gate(record)
 
 # %% ../nbs/43_sinks.ipynb #3bfc77b8
 @contextmanager
@@ -266,22 +270,25 @@ def as_frame(
 def measure_sinks(
     model: nn.Module,  # of one of `FAMILIES`, plain or converted, or one wrapped by peft
     ids: Int[Tensor, "b t"],  # texts of one length, without padding
+    bins: list[tuple[int, int]] | None = None,  # first and last positions, from 1, of queries to be averaged; None: `position_bins`
 ) -> Any:  # a data frame
     """The measures of this chapter, a line per text, layer, head and bin of query positions; each layer's are reduced before the next is computed.
 
     `bos`: do the texts begin with the model's BOS token? `low`, `high`: the first and last query of a bin. Gain, `gain_odds` and `lam_bar`
     are the layer's, repeated for its heads. What a model does not have is no column.
-    Raises `TypeError` for a model of another family, `ValueError` for texts that are too long or too short for it.
+    Raises `TypeError` for a model of another family, `ValueError` for texts that are too long or too short for it and bins that are not in them.
     """
     check_measurable(model, ids)
-    bins = position_bins(ids.shape[1])
+    bins = position_bins(ids.shape[1]) if bins is None else bins
+    if bad := [pair for pair in bins if not 2 <= pair[0] <= pair[1] <= ids.shape[1]]:
+        raise ValueError(f"bins must lie in 2 … {ids.shape[1]}, first position before last, got {bad[0]}")
     layers: dict[int, dict[str, Tensor]] = defaultdict(dict)
 
     def keep(layer: int, found: dict[str, Tensor]) -> None:
         layers[layer].update({name: binned(x.float(), bins) for name, x in found.items()})
 
     def receive(layer: int, call: Call, seen: Any) -> None:
-        keep(layer, of_attention(measure_call(call), seen))
+        keep(layer, of_attention(measure_call(call), seen, call.learnt))
 
     with torch.no_grad(), watching(model, receive), reporting(model, keep):
         model(input_ids=ids, use_cache=False, logits_to_keep=1)

@@ -148,7 +148,7 @@ prove(of_n - n / (n + sp.exp(s - l[0]))), sp.limit(of_n, n, sp.oo)
 
 # %%
 #| label: fig-length
-#| fig-cap: "A sink's gate and a Kalman gain open with the number of keys; a gate on the query does not depend on it."
+#| fig-cap: "A sink's gate and a Kalman gain open with the number of keys; a gate on a given query does not depend on it."
 #| code-fold: true
 fig, ax = plt.subplots()
 keys = 2.0 ** torch.arange(0, 11)
@@ -531,7 +531,7 @@ test_fail(lambda: wrong(**batch), contains="must be one of 'gated_eager', 'gated
 #
 # - `convert_gated` gives a pretrained Llama, Mistral, Qwen2, Qwen3 or SmolLM3 a gate per head or channel, or a sink logit per head, in place; attention runs in the kernels it had, and peft, caches, checkpointing and saving work as before.
 # - Query gates start as the plain model to the last bit and have a gradient from the first step. A sink logit has the one as far as it lacks the other.
-# - A sink logit is a gate whose input is the log-denominator of the softmax. It, the query gate and the Kalman gain are three sigmoids of different evidence, and two of them follow the length of the context by construction.
+# - A sink logit is a gate whose input is the log-denominator of the softmax. It, the query gate and the Kalman gain are three sigmoids of different evidence, and one of them, the sink logit's, follows the length of the context by construction as long as logits stay where they are, and the gain as long as $S$ and $\lambda$ do.
 #
 # ## Exercises
 #

@@ -177,7 +177,13 @@ S.subs(m, 1), prove(S.subs(m, 0) - spread)
 #
 # $$ \frac{1}{\lambda_{\text{obs}}} = \kappa\,(\kappa s_0^2 + S), \tag{43.3} $$
 #
-# with $s_0^2$, the variance that keys claim, taken to be the same for all of them. $\kappa$ rises with $m$ and $S$ falls: which wins? The limits first.
+# with $s_0^2$, the variance that keys claim, taken to be the same for all of them. As the sink grows beyond an even share, $m > 1/(N+1)$, $\kappa$ rises; $S$ falls, at once where $\mu^2 \le s^2$, otherwise from $m = (1 - s^2/\mu^2)/2$ on:
+
+# %%
+prove(sp.diff(kappa, m).subs(m, 1 / (n_rest + 1))), prove(sp.diff(kappa, m, 2) - 2 - 2 / n_rest), prove(sp.diff(S, m) - (mu**2 * (1 - 2 * m) - spread))
+
+# %% [markdown]
+# Which wins? The limits first.
 
 # %%
 variance = kappa * (kappa * s2_0 + S)
@@ -191,6 +197,16 @@ prove(variance.subs(m, 1) - s2_0), prove(variance.subs(m, 0) - (s2_0 / n_rest + 
 #
 # So "a sink is almost no observation" is nearly right: it is *one* observation, of the value zero, taken at its word. Not none: the filter does not know that zero means "nothing". The mean does not move, since $K e = 0$, but the update adds $\lambda_{\text{obs}} = 1/s_0^2$ to the precision all the same: **a sink makes a token surer by looking away [D].**
 #
+# The gain against a prior of weight $\beta\lambda$ is $K = 1/(1 + \beta\lambda/\lambda_{\text{obs}})$, and has its limits with it: $1/(1 + \beta\lambda s_0^2)$ where all is sink; 1 without a sink in a context without end; and there, with a sink of mass $m$ that does not go away, the third:
+
+# %%
+prior = sp.Symbol("lam", positive=True)
+K = 1 / (1 + prior * variance)
+prove(K.subs(m, 1) - 1 / (1 + prior * s2_0)), prove(sp.limit(K.subs(m, 0), n_rest, sp.oo) - 1), sp.simplify(sp.limit(K, n_rest, sp.oo))
+
+# %% [markdown]
+# It is below 1: a head whose sink keeps its share stays unsure in a context of any length.
+#
 # And between the limits? The paper's story is: low $n$, low gain **[P]**. Near $m = 1$ that is a condition:
 #
 # $$ \frac{d}{dm}\frac{1}{\lambda_{\text{obs}}}\Big|_{m=1} = 4 s_0^2 - (s^2 + \mu^2) . \tag{43.4} $$
@@ -199,7 +215,7 @@ prove(variance.subs(m, 1) - s2_0), prove(variance.subs(m, 0) - (s2_0 / n_rest + 
 prove(sp.diff(variance, m).subs(m, 1) - (4 * s2_0 - spread - mu**2))
 
 # %% [markdown]
-# **The gain rises as the head closes into a sink, whenever the mean square of the other values exceeds $4 s_0^2$ [D]**, although $n$ falls all the way to 1. The reason is in (43.3): with $n$ the number of witnesses falls, but so does their disagreement, and a witness who is alone is believed.
+# **The gain rises as the head closes into a sink, whenever the mean square of the other values exceeds $4 s_0^2$ [D]**, although $n$ falls to 1. The reason is in (43.3): with $n$ the number of witnesses falls, but so does their disagreement, and a witness who is alone is believed.
 # For many keys and $\mu = 0$ the whole course is in closed form. With $r = s_0^2/s^2 < 1/4$, the variance rises to a peak at
 #
 # $$ m^* = \frac{3 - \sqrt{9 - 32 r}}{8 r} \tag{43.5} $$
@@ -213,12 +229,12 @@ peak = (3 - sp.sqrt(9 - 32 * r)) / (8 * r)
 prove(sp.diff(course, m).subs(m, peak)), sp.limit(peak, r, 0), peak.subs(r, sp.Rational(1, 4))
 
 # %% [markdown]
-# Which side do real heads lie on? `calibrate` (40.3) makes the mean of the claims of a head equal to the mean of its scatter. For a head that is a sink of mass $M$ on average, that is $s_0^2 = (1-M)(s^2 + M\mu^2)$, and small. With $u = \mu^2/s^2$ the condition $s^2 + \mu^2 > 4 s_0^2$ becomes
+# Which side do real heads lie on? `calibrate` (40.3) makes the mean of the claims of a head equal to the mean of its scatter. For a head that is a sink of mass $M$ at every query, that is $s_0^2 = (1-M)(s^2 + M\mu^2)$, and small (where the mass varies about $M$, smaller still by $\mu^2\,\mathrm{Var}(m)$, since $S$ is concave in $m$). With $u = \mu^2/s^2$ the condition $s^2 + \mu^2 > 4 s_0^2$ becomes
 #
 # $$ M > \frac{(u - 1) + \sqrt{1 + u}}{2u} , $$
 #
 # which falls from three quarters, where the others say nothing in common ($u \to 0$), to a half. **A calibrated head that is closed for three quarters or more on average becomes surer by closing altogether [D].** (For $u > 3$ the condition holds once more at small $M$: a head that hardly uses its sink claims little.)
-# That is the last stretch, $m \to 1$. Where the head itself stands, at $m = M$, its gain still falls with the mass unless $M$ exceeds .825: until then the peak (43.5) at $r = 1 - M$ lies beyond it.
+# That is the last stretch, $m \to 1$. Where the head itself stands, at $m = M$, its gain still falls with the mass unless $M$ exceeds .825 (for many keys and $\mu = 0$, where $r = 1 - M$): below that the peak (43.5) lies beyond $M$, or, for $M \le 3/4$, there is none before 1.
 
 # %%
 M, u = sp.symbols("M u", positive=True)
@@ -248,9 +264,9 @@ right.legend(fontsize=8)
 plt.show()
 
 # %% [markdown]
-# ## A sink is a gate that follows the context
+# ## A sink whose logit stands still
 #
-# Where does the mass come from? From a logit that stands out: let the sink weigh as much as $c$ ordinary keys. With $T$ keys of equal logits besides,
+# Where does the mass come from? From a logit that stands out. The simplest model: the sink weighs as much as $c$ ordinary keys, and goes on doing so as the context grows. With $T$ keys of equal logits besides,
 #
 # $$ m = \frac{c}{c + T}, \qquad e = \frac{T}{c + T}\,\mu, \qquad n = \frac{(c + T)^2}{c^2 + T} . \tag{43.6} $$
 
@@ -261,16 +277,21 @@ n = 1 / kappa.subs(in_length)
 prove(n - (c + T) ** 2 / (c**2 + T)), prove(((1 - m) * mu).subs(in_length) - T / (c + T) * mu)
 
 # %% [markdown]
-# Three ranges follow. While $T \ll c$ the head is closed and $n \approx 1$. At $T = c$ it is half open, and $n$ is still below 4. Only when $T \gg c^2$ does $n$ count the keys:
+# Four ranges follow. While $T \ll c$ the head is closed and $n \approx 1$. At $T = c$ it is half open, and $n$ is still below 4. For $c \ll T \ll c^2$ it opens, and $n \approx (T/c)^2$ grows with the *square* of the length, steeper than in a broad head. Only when $T \gg c^2$ does $n$ count the keys. The slope of $\log n$ against $\log T$ is
+#
+# $$ \frac{d \log n}{d \log T} = \frac{2T}{c + T} - \frac{T}{c^2 + T} . \tag{43.7} $$
 
 # %%
-sp.limit(n, T, 0), sp.limit(n.subs(T, c), c, sp.oo), sp.limit(n / T, T, sp.oo)
+slope = 2 * T / (c + T) - T / (c**2 + T)
+prove(T * sp.diff(sp.log(n), T) - slope), sp.limit(n, T, 0), sp.limit(n.subs(T, c), c, sp.oo), sp.limit(slope.subs(T, c ** sp.Rational(3, 2)), c, sp.oo), sp.limit(n / T, T, sp.oo)
 
 # %% [markdown]
-# Two things follow **[D]**:
+# Two things follow in this model **[D]**:
 #
-# - *A plain head with a sink is gated already, by a gate that follows the length.* The first token does what the learnt logit of (42.3) does: $1 - m$ opens as the context grows. A sigmoid gate on the query (42.1) sees one token and cannot know $T$; a network that gates by it can do without the sink, and loses this dependence.
-# - *The sink hides the length from $n$.* The gain of a broad head follows the context, as the paper says, because its $n = T$. The gain of a sink head follows only when $T$ is beyond $c$; before, $n$ stands still, and while $m$ comes down to the peak $m^*$ of (43.5), the gain *falls* as the context grows.
+# - *A plain head with a sink is gated already, by a gate that follows the length.* The first token does what the learnt logit of (42.3) does: $1 - m$ opens as the context grows, its odds $T/c$ double with it. A sigmoid gate on the query (42.1) sees one token; a network that gates by it can do without the sink, and need not follow the length.
+# - *The sink hides the length from $n$*, until the context is longer than the sink is heavy. For the gain it depends on the claims: where they are large, $4 s_0^2 > s^2 + \mu^2$, it rises from the first key on; where they are small it first *falls* as the context grows, while $m$ comes down from 1 to the peak $m^*$ of (43.5).
+#
+# That logits stand still is an assumption about what a network has learnt, not a theorem. A sink that holds a constant *share* $m$ instead, because its logit rises with the length as $\log T$ does, is no gate that follows anything, and caps $n$ at $1/m^2$ for good. What the sinks of a pretrained model do, [the experiment](experiments/attention_sinks.ipynb) says.
 
 
 # %%
@@ -281,7 +302,7 @@ def gain_at(length: Tensor, weight: float, claim: float, lam: float = 1.0) -> Te
 
 # %%
 #| label: fig-sink-length
-#| fig-cap: "The gain of a broad head (c = 1) follows the context at every length; that of a sink head stands still until the context is longer than the sink is heavy. Prior precision 1/s²."
+#| fig-cap: "The gain against the length if the sink weighs as much as c keys at every length. Left, large claims: it rises from the first key on, the later the heavier the sink. Right, small claims: it falls first. Prior precision 1/s²."
 #| code-fold: true
 length = torch.logspace(0, 5, 121)
 fig, axes = plt.subplots(1, 2, figsize=(7.5, 2.8), sharey=True)
@@ -332,6 +353,7 @@ class Measures(NamedTuple):
     mass: Float[Tensor, "b h t"]  # m, on the first token
     learnt: Float[Tensor, "b h t"]  # on a learnt sink logit, 0 where there is none
     n_eff: Float[Tensor, "b h t"]  # n, of all keys
+    kappa: Float[Tensor, "b h t"]  # κ = 1/n, whose mean is not one over the mean of n
     n_rest: Float[Tensor, "b h t"]  # N, of the keys that are no sinks; of no meaning where there are none
     scatter: Float[Tensor, "b h t"]  # S, mean over the value's features, [v²]
     others: Float[Tensor, "b h t"]  # s² + μ², weighted mean square of the values that are no sinks, [v²]
@@ -351,7 +373,8 @@ def measure_rows(
     n_rest = (total / torch.linalg.vector_norm(rest, dim=-1).clamp_min(LEAST)).square()
     others = (rest @ square[..., learnt + 1 :, None]).squeeze(-1) / total
     first = square[..., learnt, None].expand_as(others)
-    return Measures(w[..., learnt], w[..., :learnt].sum(-1), effective_sample_size(w), n_rest, scatter(w, v).mean(-1), others, first)
+    n_eff = effective_sample_size(w)
+    return Measures(w[..., learnt], w[..., :learnt].sum(-1), n_eff, 1 / n_eff, n_rest, scatter(w, v).mean(-1), others, first)
 
 
 # %%
@@ -482,7 +505,7 @@ def binned(
 
 
 # %% [markdown]
-# A filtering layer's attention returns the variance of each head; solving (43.3) for the claim gives $s_0^2 = n\,(n/\lambda_{\text{obs}} - S)$.
+# A filtering layer's attention returns the variance of each head; solving (43.3) for the claim gives $s_0^2 = n\,(n/\lambda_{\text{obs}} - S)$. And a learnt sink logit is a gate, (42.3), of what it leaves, $g = 1 - m_s$. Its log-odds are taken from the weights in float32, since in bfloat16 a gate that is nearly open rounds to 1.
 
 
 # %%
@@ -490,12 +513,15 @@ def binned(
 def of_attention(
     found: Measures,
     seen: Any,  # what attention returned beside the mean
+    learnt: int = 0,  # learnt sink logits among the keys
 ) -> dict[str, Float[Tensor, "b h t"]]:
-    "The measures by name, in a filtering layer also the variance $1/\\lambda_{\\text{obs}}$ and the claim $s_0^2$ of each head, [v²]."
-    if not isinstance(seen, Seen):
-        return found._asdict()
-    claim = found.n_eff * (found.n_eff * seen.variance - found.scatter)
-    return found._asdict() | {"variance": seen.variance, "claim": claim.clamp_min(0)}
+    "The measures by name; in a filtering layer also the variance $1/\\lambda_{\\text{obs}}$ and the claim $s_0^2$ of each head, [v²], with a learnt sink logit its gate and log-odds."
+    more = {}
+    if isinstance(seen, Seen):
+        more = {"variance": seen.variance, "claim": (found.n_eff * (found.n_eff * seen.variance - found.scatter)).clamp_min(0)}
+    if learnt:
+        more = {"gate": 1 - found.learnt, "gate_odds": (-found.learnt).log1p() - found.learnt.clamp_min(LEAST).log()}
+    return found._asdict() | more
 
 
 # %% [markdown]
@@ -516,19 +542,18 @@ def of_filter(
 # %%
 #| exports
 def of_gate(
-    g: Float[Tensor, "b t h c"],  # what a gate reports
-    most: float,  # the largest value it can take
+    g: Float[Tensor, "b t h c"],  # what a gate on the query reports
 ) -> dict[str, Float[Tensor, "b h t"]]:
     "Gate and its log-odds per head and query, mean over channels."
-    odds = torch.logit((g.float() / most).clamp(LEAST, 1 - 1e-7))
+    odds = torch.logit((g.float() / 2).clamp(LEAST, 1 - 1e-7))
     return {"gate": g.float().mean(-1).mT, "gate_odds": odds.mean(-1).mT}
 
 
 # %%
 #| exports
 def report_of(part: Added, record: Any) -> dict[str, Tensor]:
-    "What a filter or a gate reports, as measures."
-    return of_filter(record) if isinstance(part, LayerFilter) else of_gate(record, 1.0 if isinstance(part, SinkGate) else 2.0)
+    "What a filter or a gate on the query reports, as measures; of a sink logit the weights say more."
+    return of_filter(record) if isinstance(part, LayerFilter) else {} if isinstance(part, SinkGate) else of_gate(record)
 
 
 # %%
@@ -587,22 +612,25 @@ def as_frame(
 def measure_sinks(
     model: nn.Module,  # of one of `FAMILIES`, plain or converted, or one wrapped by peft
     ids: Int[Tensor, "b t"],  # texts of one length, without padding
+    bins: list[tuple[int, int]] | None = None,  # first and last positions, from 1, of queries to be averaged; None: `position_bins`
 ) -> Any:  # a data frame
     """The measures of this chapter, a line per text, layer, head and bin of query positions; each layer's are reduced before the next is computed.
 
     `bos`: do the texts begin with the model's BOS token? `low`, `high`: the first and last query of a bin. Gain, `gain_odds` and `lam_bar`
     are the layer's, repeated for its heads. What a model does not have is no column.
-    Raises `TypeError` for a model of another family, `ValueError` for texts that are too long or too short for it.
+    Raises `TypeError` for a model of another family, `ValueError` for texts that are too long or too short for it and bins that are not in them.
     """
     check_measurable(model, ids)
-    bins = position_bins(ids.shape[1])
+    bins = position_bins(ids.shape[1]) if bins is None else bins
+    if bad := [pair for pair in bins if not 2 <= pair[0] <= pair[1] <= ids.shape[1]]:
+        raise ValueError(f"bins must lie in 2 … {ids.shape[1]}, first position before last, got {bad[0]}")
     layers: dict[int, dict[str, Tensor]] = defaultdict(dict)
 
     def keep(layer: int, found: dict[str, Tensor]) -> None:
         layers[layer].update({name: binned(x.float(), bins) for name, x in found.items()})
 
     def receive(layer: int, call: Call, seen: Any) -> None:
-        keep(layer, of_attention(measure_call(call), seen))
+        keep(layer, of_attention(measure_call(call), seen, call.learnt))
 
     with torch.no_grad(), watching(model, receive), reporting(model, keep):
         model(input_ids=ids, use_cache=False, logits_to_keep=1)
@@ -612,7 +640,7 @@ def measure_sinks(
 
 
 # %% [markdown]
-# A tiny Llama with random weights spreads its attention evenly: no sinks, and $n$ nearly the number of keys.
+# A tiny Llama with random weights spreads its attention: no sinks, and $n$ about half the number of keys.
 
 # %%
 tokenizer = tiny_tokenizer()
@@ -644,7 +672,7 @@ measure_sinks(convert(tiny()), ids).groupby("high")[["mass", "n_eff", "scatter",
 measure_sinks(convert_gated(tiny(), "sink", sink=2.0), ids).groupby("high")[["mass", "learnt", "n_eff", "n_rest", "gate", "gate_odds"]].mean().round(3)
 
 # %% [markdown]
-# Here a learnt logit of 2 weighs as much as seven keys. Its gate is what it leaves, one minus the mass it takes, and it opens with the length, as (43.6) says.
+# Here a learnt logit of 2 weighs as much as seven keys. Its gate is what it leaves, one minus the mass it takes, and it opens with the length, as (43.6) says where logits stand still.
 #
 # ### Sinks, counted
 #
@@ -735,7 +763,7 @@ test_fail(lambda: measure_sinks(other, ids), contains="got gemma2")
 #
 # - A sink of mass $m$ caps the effective sample size at $1/m^2$; it is *one* observation of nothing, taken at its word, and the update grows surer by it.
 # - Low $n$ does not mean low gain: as a head closes into a sink the number of witnesses and their disagreement fall together, and the gain *rises* if the others' mean square exceeds $4 s_0^2$.
-# - A sink is a gate that follows the length, and it hides the length from $n$. `measure_sinks` says where real heads lie, block by block, for plain, gated and filtering models alike.
+# - A sink whose logit stands still is a gate that follows the length, and hides the length from $n$ until the context outweighs it; one that keeps its share is neither. `measure_sinks` says where real heads lie, block by block, for plain, gated and filtering models alike.
 #
 # ## Exercises
 #

@@ -27,13 +27,14 @@ method = "bft"  # "sft" (plain), "headwise", "elementwise", "sink" (learnt logit
 start = "letter"  # of the filter: "letter" (both β at 1, the paper's), "no gain" (K stays 1) or "shipped" (chapter 40's, which leaves a pretrained model what it is)
 damping = 1.0  # of the plain model: a factor on what attention writes into the residual, a gain that knows nothing
 text = "lookup"  # or "qa": contexts of four sets to learn from, of squad_v1.1_dev to be measured on
-length = 128  # tokens of a text, BOS included
+length = 128  # tokens of a text, BOS included; one pass measures all lengths up to it
 windows = 4  # texts that are measured
 steps = 20  # none where the study is "pretrained"
 batch_size = 2
 lr = 3e-3  # at its highest
 precision_lr = 0.0  # of what only a filter or a gate has; 0: `lr`
 seed = 0
+heads = []  # (layer, head), counted from 0, whose maps are kept; none: the one with the most mass on the first token, and the one with the largest n
 device = "auto"  # or "cpu", "cuda", "mps"
 dtype = "float32"  # or "bfloat16": autocast
 store = False  # append the rows to data/results of this checkout?
@@ -61,7 +62,7 @@ from bft_nb.ranking import bootstrap_mean
 from bft_nb.report import choose, configuration, results_folder
 from bft_nb.results import append_rows, check_new, load_arrays, ranks_path, run_key, run_rows, save_arrays
 from bft_nb.runner import checkout
-from bft_nb.sink_study import ARMS, BUDGETS, method_of, peak_memory, sink_rows
+from bft_nb.sink_study import ARMS, BUDGETS, method_of, peak_memory, sink_rows, titled
 from bft_nb.sinks import attention_maps, measure_sinks, per_head, sink_kappa, sink_rate
 from bft_nb.training import resolve_device
 
@@ -142,16 +143,24 @@ pd.DataFrame(losses[:: max(1, len(losses) // 8)], columns=["step", "loss"]).set_
 
 
 # %% [markdown]
-# What is measured is chapter 43's, on texts spread over the held-out stream. A pretrained plain model is looked at twice, with its BOS token in front and without; the tables say which.
+# What is measured is chapter 43's, on texts spread over the held-out stream. BOS is in front of every text; a pretrained plain model is looked at twice, with it and without. And twice in another sense: in one pass the length of the context is the position of a query, and late queries are other text than early ones; so the *same* last tokens of each text are read again behind contexts of growing length.
 
 # %%
-def measure(rows: torch.Tensor) -> tuple[pd.DataFrame, float]:
-    "The measures of each text, and the loss per token."
+last = min(64, length // 4)  # tokens that are read behind contexts of growing length
+behind = [2 * last * 2**i for i in range(int(math.log2(length / (2 * last))) + 1)]  # lengths with the context
+
+
+def measure_each(rows: torch.Tensor, bins: list[tuple[int, int]] | None = None) -> pd.DataFrame:
+    "The measures of each text."
+    frame = pd.concat([measure_sinks(lm, row[None], bins).assign(text=i) for i, row in enumerate(rows.to(place))], ignore_index=True)
+    return frame.drop(columns=["gain", "gain_odds"]) if params.get("start") == "no gain" else frame  # 1, and infinite
+
+
+def measure(rows: torch.Tensor) -> tuple[pd.DataFrame, pd.DataFrame, float]:
+    "The measures of each text; those of its last tokens, the first token kept in front; and the loss per token."
     with answering(lm, dtype):
-        frame = pd.concat([measure_sinks(lm, row[None]).assign(text=i) for i, row in enumerate(rows.to(place))], ignore_index=True)
-        if params.get("start") == "no gain":
-            frame = frame.drop(columns=["gain", "gain_odds"])  # 1, and infinite
-        return frame, mean_nll(lm, as_examples(rows), collate, batch_size=1)
+        same = pd.concat([measure_each(torch.cat([rows[:, :1], rows[:, 1 - n :]], 1), [(n - last + 1, n)]) for n in behind])
+        return measure_each(rows), same, mean_nll(lm, as_examples(rows), collate, batch_size=1)
 
 
 # %%
@@ -160,10 +169,10 @@ if study == "pretrained" and method == "sft":
     texts["no bos"] = spread(blocks(streams["to be measured on"], length), windows)
 measured = {split: measure(rows) for split, rows in texts.items()}
 memory = {} if place.type != "cpu" or math.isnan(peak := peak_memory()) else {"peak_memory": peak}  # GB
-{split: {"bos": bool(frame["bos"].all()), "loss": round(loss, 3), "sink rate": round(sink_rate(frame), 3)} for split, (frame, loss) in measured.items()}
+{split: {"bos": bool(frame["bos"].all()), "loss": round(loss, 3), "sink rate": round(sink_rate(frame), 3)} for split, (frame, _, loss) in measured.items()}
 
 # %% [markdown]
-# By length, means over texts, layers and heads; and the slope of each from a length of 64 on, a line through the bins of one text, averaged over texts with a bootstrap interval. $n$ enters by its logarithm, odds in doublings.
+# By length, means over texts, layers and heads; and the slope of each from the queries 33–64 on, a line through the bins of one text against the logarithm of their ends, averaged over texts with a bootstrap interval. $n$ enters by its logarithm, odds in doublings.
 
 # %%
 BY_LENGTH = ("mass", "learnt", "n_eff", "n_rest", "gate", "gate_odds", "gain", "gain_odds")
@@ -191,17 +200,18 @@ def slopes(frame: pd.DataFrame) -> dict[str, float]:
 
 
 # %%
-def metrics(frame: pd.DataFrame, loss: float) -> dict[str, float]:
-    "What becomes a row: names with a number are of a bin, the one that ends at that position."
+def metrics(frame: pd.DataFrame, same: pd.DataFrame, loss: float) -> dict[str, float]:
+    "What becomes a row: names with a number are of a bin, the one that ends at that position; `same.` says of the same tokens."
     means = frame.groupby("high")[[name for name in BY_LENGTH if name in frame]].mean()
     by_length = {f"{name}.{high:05d}": value for name, column in means.items() for high, value in column.items()}
     rates = {f"sink_rate.{high:05d}": sink_rate(part) for high, part in frame.groupby("high")}
-    return {"loss": loss, "sink_rate": sink_rate(frame)} | by_length | rates | slopes(frame)
+    of_same = {f"same.{name}": value for name, value in (slopes(same) if len(behind) > 1 else {}).items()}
+    return {"loss": loss, "sink_rate": sink_rate(frame)} | by_length | rates | slopes(frame) | of_same
 
 
 # %%
 results = {split: metrics(*found) for split, found in measured.items()}
-pd.DataFrame({split: {name: value for name, value in found.items() if name.startswith("slope.")} for split, found in results.items()}).round(3)
+pd.DataFrame({split: {name: value for name, value in found.items() if "slope." in name} for split, found in results.items()}).round(3)
 
 # %% [markdown]
 # Heads, one by one, are kept as arrays (layer, head, bin), and two maps of the first 64 tokens of the first text: of the head with the most mass on the first token, and of the one with the largest $n$ (both counted from 0).
@@ -213,8 +223,8 @@ def arrays(frame: pd.DataFrame, rows: torch.Tensor) -> dict[str, np.ndarray]:
     columns = frame.drop(columns=["text", "low", "length", "bos"]).groupby(["layer", "head", "high"]).mean()
     shape = [columns.index.get_level_values(i).nunique() for i in range(3)]
     found = {name: column.to_numpy(np.float32).reshape(shape) for name, column in columns.items()}
-    heads = per_head(frame)
-    chosen = [heads["mass"].idxmax(), heads["n_eff"].idxmax()]
+    means = per_head(frame)
+    chosen = [tuple(head) for head in heads] or [means["mass"].idxmax(), means["n_eff"].idxmax()]
     maps = attention_maps(lm, rows[:1, :64].to(place), chosen).cpu().numpy().astype(np.float16)
     return found | {"high": columns.index.unique("high").to_numpy(), "map_heads": np.array(chosen), "maps": maps}
 
@@ -222,7 +232,7 @@ def arrays(frame: pd.DataFrame, rows: torch.Tensor) -> dict[str, np.ndarray]:
 # %%
 def keep(folder: Path) -> None:
     "Rows and arrays of this run in a folder."
-    for split, (frame, _) in measured.items():
+    for split, (frame, _, _) in measured.items():
         save_arrays(ranks_path(folder / "sinks", run, split.replace(" ", "-")), arrays(frame, texts[split]))
     found = {split: {name: (value, windows) for name, value in (of | memory).items()} for split, of in results.items()}
     append_rows(folder / "attention_sinks.csv", run_rows(run, found, seconds=round(time.perf_counter() - begin, 1), device=place.type))
@@ -265,11 +275,11 @@ def curve(values: pd.Series, name: str) -> pd.Series:
 
 
 # %%
-def signed(values: pd.Series, name: str) -> str:
+def signed(values: pd.Series, name: str, of: str = "") -> str:
     "A slope with its interval, empty where there is none."
-    if f"slope.{name}" not in values:
+    if f"{of}slope.{name}" not in values:
         return ""
-    mean, low, high = (f"{values[f'slope.{name}{end}']:+.2f}".replace("-", "−") for end in ("", ".low", ".high"))
+    mean, low, high = (f"{values[f'{of}slope.{name}{end}']:+.2f}".replace("-", "−") for end in ("", ".low", ".high"))
     return f"{mean} [{low}, {high}]"
 
 
@@ -280,14 +290,14 @@ def table(study: str, split: str = "bos") -> pd.DataFrame:
         inside = "gate_odds" if "slope.gate_odds" in values else "gain_odds"
         mass = curve(values, "mass")
         lines[key] = {"loss": f"{values['loss']:.3f}", "sink rate": f"{values['sink_rate']:.2f}", "mass, longest": f"{mass.iloc[-1]:.2f}", "n, longest": f"{curve(values, 'n_eff').iloc[-1]:.1f}"}
-        lines[key] |= {"log₂ n": signed(values, "n_eff"), "log₂ odds of gate or gain": signed(values, inside)}
+        lines[key] |= {"log₂ n": signed(values, "n_eff"), "log₂ odds of gate or gain": signed(values, inside), "same tokens": signed(values, inside, "same.")}
     return pd.DataFrame(lines or {"no rows yet": {}}).T
 
 
 # %% [markdown]
 # ### Sinks of a pretrained model
 #
-# With BOS in front, and without; slopes are per doubling of the length, with 95 % bootstrap intervals over texts. The filter is at the start that chapter 40 ships, calibrated, not trained.
+# With BOS in front, and without; slopes are per doubling of the length, with 95 % bootstrap intervals over texts, the last of the same 64 tokens behind contexts of growing length. The filter is at the start that chapter 40 ships, calibrated, not trained.
 
 # %%
 pd.concat({split: table("pretrained", split) for split in ("bos", "no bos")})
@@ -304,20 +314,20 @@ most.groupby("arm")["value"].max().round(2).to_frame("GB") if len(most) else "no
 def arrays_of(rows: pd.DataFrame, split: str = "bos") -> dict[str, np.ndarray]:
     "The arrays of the first of some stored runs."
     run = rows.iloc[0][["exp", "dataset", "model", "params", "seed"]].to_dict()
-    return load_arrays(ranks_path(source / "sinks", run, split)) | {"title": f"{run['model']}, {rows.iloc[0]['method']}"}
+    return load_arrays(ranks_path(source / "sinks", run, split)) | {"title": f"{title(run['model'])}, {rows.iloc[0]['arm']}"}
 
 
-def heads(study: str, method: str) -> dict[str, np.ndarray]:
+def heads_of(study: str, method: str, split: str = "bos") -> dict[str, np.ndarray]:
     "The arrays of an arm, or of any run there is."
-    rows = choose(stored, split="bos")
+    rows = choose(stored, split=split)
     return arrays_of(next(part for part in (choose(rows, study=study, method=method), choose(rows, study=study), rows) if len(part)))
 
 
 # %%
 #| label: fig-maps
-#| fig-cap: "A head that is a sink and one that is broad: weights of the first 64 tokens of a text, the root of each weight as darkness."
+#| fig-cap: "A head that is a sink and one that is broad: weights of the first 64 tokens of a text with BOS in front; the root of each weight as darkness, black is 1."
 #| code-fold: true
-shown = heads("pretrained", "sft")
+shown = heads_of("pretrained", "sft")
 fig, axes = plt.subplots(1, 2, figsize=(6.4, 3))
 for ax, (layer, head), weights in zip(axes, shown["map_heads"], shown["maps"]):
     ax.imshow(weights.astype(float) ** 0.5, cmap="Greys", vmin=0, vmax=1, interpolation="nearest")
@@ -328,57 +338,107 @@ plt.show()
 
 # %%
 #| label: fig-position
-#| fig-cap: "Left: mass on the first token against the position of the query. Right: effective sample size, with the first token (solid) and of the other keys (dashed). Mean over heads and texts."
+#| fig-cap: "Left: mass on the first token, mean over heads and texts (solid), and the share of heads that are sinks (dashed), against the position of the query. Right: effective sample size, with the first token (solid) and of the other keys (dashed)."
 #| code-fold: true
 fig, (left, right) = plt.subplots(1, 2, figsize=(7, 2.8))
 for split, colour in (("bos", COLOUR["posterior"]), ("no bos", COLOUR["baseline"])):
     for (arm, _), values in (cells("pretrained", split) or cells(study, split)).items():
         if arm == "plain" or not cells("pretrained"):
-            mass, n, rest = (curve(values, name) for name in ("mass", "n_eff", "n_rest"))
+            mass, rate, n, rest = (curve(values, name) for name in ("mass", "sink_rate", "n_eff", "n_rest"))
             left.plot(mass.index, mass, "o-", color=colour, markersize=3, label="BOS in front" if split == "bos" else "no BOS")
+            left.plot(rate.index, rate, "o--", color=colour, markersize=3)
             right.plot(n.index, n, "o-", color=colour, markersize=3)
             right.plot(rest.index, rest, "o--", color=colour, markersize=3)
-left.set(xscale="log", ylim=(0, 1), xlabel="position of the query", ylabel="mass on the first token")
+left.set(xscale="log", ylim=(0, 1), xlabel="position of the query", ylabel="mass on the first token, sink rate")
 right.set(xscale="log", yscale="log", xlabel="position of the query", ylabel="effective sample size [keys]")
 left.legend(fontsize=8)
 plt.show()
 
-# %% [markdown]
-# Are the formulas of chapter 43 those of real heads? Each dot is a head, at the bin that ends at 1,024 (or the last). By (43.1) none may lie above the left line, that of an even spread over all other keys, except that a dot is a mean over queries and the line is curved. By (43.2) the scatter lies between the two curves, whatever the others say, if the sink's value is zero. And (43.4) tells on which side a filtering head lies: below 1, its gain would rise on the last stretch to $m = 1$. The line there is that of a head calibrated at its own mass, with $\mu = 0$.
-
 # %%
-#| label: fig-heads
-#| fig-cap: "Measured heads (dots) and chapter 43's formulas (lines): effective sample size, scatter as a share of the others' mean square, and 4 s₀² as a share of it in the filtering model."
+#| label: fig-layers-lengths
+#| fig-cap: "Mass on the first token by layer and position of the query, mean over heads, BOS in front; and λ̄ of the filter."
 #| code-fold: true
-plain, filtered = heads("pretrained", "sft"), heads("pretrained", "bft")
-at = int(np.abs(plain["high"] - 1024).argmin())
-m = torch.linspace(0.01, 1, 200)
-fig, axes = plt.subplots(1, 3, figsize=(6.8, 2.4))
-dots = dict(s=4, color=COLOUR["posterior"], linewidths=0)
-of = {name: plain[name][..., at].ravel() for name in ("mass", "n_eff", "scatter", "others")}
-axes[0].scatter(of["mass"], of["n_eff"], **dots)
-axes[0].plot(m, 1 / sink_kappa(m, torch.tensor(float(plain["high"][at]))), color=COLOUR["truth"], linewidth=1)
-axes[0].set(yscale="log", ylabel="effective sample size")
-axes[1].scatter(of["mass"], of["scatter"] / of["others"], **dots)
-axes[1].plot(m, 1 - m, color=COLOUR["truth"], linewidth=1)
-axes[1].plot(m, m * (1 - m), color=COLOUR["truth"], linewidth=1)
-axes[1].set(ylabel="S / others' mean square", ylim=(0, 1.1))
-if "claim" in filtered:
-    of = {name: filtered[name][..., at].ravel() for name in ("mass", "claim", "others")}
-    axes[2].scatter(of["mass"], 4 * of["claim"] / of["others"], **dots)
-    axes[2].plot(m[:-1], 4 * (1 - m[:-1]), color=COLOUR["truth"], linewidth=1)
-axes[2].axhline(1, color=COLOUR["prior"], linewidth=0.8)
-axes[2].set(yscale="log", ylabel="4 s₀² / others' mean square")
-for ax in axes:
-    ax.set(xlabel="mass on the first token")
+plain, filtered = heads_of("pretrained", "sft"), heads_of("pretrained", "bft")
+fig, axes = plt.subplots(1, 2, figsize=(7, 2.6))
+shades = [plain["mass"].mean(1)] + ([filtered["lam_bar"].mean(1)] if "lam_bar" in filtered else [])
+for ax, shade, name, top in zip(axes, shades, ("mass", "λ̄ [h⁻²]"), (1, None)):
+    drawn = ax.imshow(shade, aspect="auto", origin="lower", cmap="cividis", vmin=0, vmax=top)
+    ax.set(xlabel="position of the query, up to", ylabel="layer", xticks=range(0, len(plain["high"]), 2), xticklabels=plain["high"][::2])
+    ax.tick_params(labelsize=8)
+    fig.colorbar(drawn, ax=ax, label=name)
 plt.show()
 
 # %% [markdown]
-# Mass on the first token by length, of the heads that are sinks at the length of the figure, and of the others:
+# Are the formulas of chapter 43 those of real heads? Each dot is a head, at the bin that ends at 1,024 (or the last). By (43.1) no dot of the first panel may lie above $1/m^2$; the curve below is that of an even spread over all other keys. By (43.2) the scatter lies between the two curves, whatever the others say, if the sink's value is zero. (43.4) tells on which side a filtering head lies: below 1, its gain would rise on the last stretch to $m = 1$; the curve is that of a head calibrated at its own constant mass, with $\mu = 0$. And so is the last, of $\lambda_{\text{obs}}$ by (43.3), with the median $N$ of these heads.
 
 # %%
-closed = plain["mass"][..., at] > 0.3
-pd.DataFrame({f"{name} ({which.sum()} heads)": plain["mass"][which].mean(0) for name, which in (("sinks", closed), ("others", ~closed))}, index=plain["high"]).T.round(2)
+#| label: fig-heads
+#| fig-cap: "Measured heads (dots) and chapter 43's formulas (lines), by the mass on the first token, BOS in front: effective sample size 1/κ; scatter as a share of the others' mean square; 4 s₀² as a share of it, and the precision of the observation in its unit, in the filtering model (dots beyond the axes are left out)."
+#| code-fold: true
+at = int(np.abs(plain["high"] - 1024).argmin())
+m = torch.linspace(0.01, 0.995, 200)
+fig, axes = plt.subplots(2, 2, figsize=(6.4, 4.4), sharex=True)
+(size, spread), (claims, precision) = axes
+dots = dict(s=4, color=COLOUR["posterior"], linewidths=0)
+lines = dict(color=COLOUR["truth"], linewidth=1)
+of = {name: plain[name][..., at].ravel() for name in ("mass", "kappa", "scatter", "others")}
+size.scatter(of["mass"], 1 / of["kappa"], **dots)
+size.plot(m, 1 / m**2, **lines)
+size.plot(m, 1 / sink_kappa(m, torch.tensor(float(plain["high"][at]))), **lines)
+size.set(yscale="log", ylabel="n = 1/κ [keys]", ylim=(0.8, 1000))
+spread.scatter(of["mass"], of["scatter"] / of["others"], **dots)
+spread.plot(m, 1 - m, **lines)
+spread.plot(m, m * (1 - m), **lines)
+spread.set(ylabel="S / mean square", ylim=(0, 1.1))
+if "claim" in filtered:
+    of = {name: filtered[name][..., at].ravel() for name in ("mass", "claim", "others", "variance", "n_rest")}
+    claims.scatter(of["mass"], 4 * of["claim"] / of["others"], **dots)
+    claims.plot(m, 4 * (1 - m), **lines)
+    claims.axhline(1, color=COLOUR["prior"], linewidth=0.8)
+    precision.scatter(of["mass"], of["others"] / of["variance"], **dots)
+    kappa = sink_kappa(m, torch.tensor(float(np.median(of["n_rest"]))))
+    precision.plot(m, 1 / (kappa * (1 - m) * (1 + kappa)), **lines)
+claims.set(yscale="log", ylabel="4 s₀² / mean square", ylim=(0.02, 20))
+precision.set(yscale="log", ylabel="λ_obs · mean square", ylim=(1, 3000))
+for ax in axes[1]:
+    ax.set_xlabel("mass on the first token")
+plt.show()
+
+# %% [markdown]
+# Is a sink a gate that follows the length, as the model (43.6) of a sink whose logit stands still has it? Of the heads that are sinks at the length of the figure: their mean mass; the mass by (43.6) if each weighs as many keys as it does there; the weight $c = mT/(1-m)$ in keys that (43.6) needs at each length (median over heads); and the mean mass of the others.
+
+# %%
+high, closed = plain["high"], plain["mass"][..., at] > 0.3
+mass, keys = plain["mass"][closed], np.minimum(0.75 * high, high - 1)  # the middle of a bin
+weight = mass * keys / (1 - mass)
+model = (weight[:, [at]] / (weight[:, [at]] + keys)).mean(0)
+names = {f"mass of {closed.sum()} sinks": mass.mean(0).round(2), "by (43.6)": model.round(2), "c [keys], median": np.median(weight, 0).round(), f"mass of {(~closed).sum()} others": plain["mass"][~closed].mean(0).round(2)}
+pd.DataFrame(names, index=high).T if closed.any() else "no sinks"
+
+
+# %% [markdown]
+# The same in slopes per doubling of the length: of $\log_2$ odds of $1 - m$, which (43.6) puts at 1, and of $\log_2 n$, both of the plain model; of $\log_2 \lambda_{\text{obs}}$ of each head in the filter. And how near the first token's value is to zero: its mean square as a share of the others'.
+
+
+# %%
+def spread_of(values: np.ndarray) -> str:
+    "Median and the middle 80 %."
+    return "{:+.2f} [{:+.2f}, {:+.2f}]".format(*np.percentile(values, (50, 10, 90))).replace("-", "−") if len(values) else ""
+
+
+def head_slopes(found: np.ndarray, high: np.ndarray) -> np.ndarray:
+    "Change per doubling of the length, from the queries 33–64 on: (layer, head, bin) -> (layer, head)."
+    late = high >= 64
+    return np.polyfit(np.log2(high[late]), found[..., late].reshape(-1, late.sum()).T, 1)[0].reshape(found.shape[:2])
+
+
+# %%
+odds = head_slopes(np.log2((1 - plain["mass"]) / plain["mass"]), high)
+columns = {"log₂ odds of 1 − m": odds, "log₂ n": head_slopes(-np.log2(plain["kappa"]), high)}
+if "variance" in filtered:
+    columns["log₂ λ_obs"] = head_slopes(-np.log2(filtered["variance"]), filtered["high"])
+columns["value of the first token"] = (plain["first"] / plain["others"])[..., at]
+pd.DataFrame({name: {"sinks": spread_of(x[closed]), "others": spread_of(x[~closed])} for name, x in columns.items()}).T.rename_axis("median over heads [middle 80 %]")
 
 # %% [markdown]
 # **Reading.** Half of SmolLM2's heads are sinks, and of whatever token comes first: without BOS it is the same half. The mass of all heads falls from three quarters to less than a third as the context grows, that of the sinks among them (the table) from nearly all to a half, as (43.6) says of a sink that weighs as much as so many keys. And $n$ grows by a quarter of a doubling per doubling of the length, where that of a head which reads everything alike would double. The sink is not the whole reason: without the first token (dashed) $n$ is larger, but grows hardly faster, for the other weights gather on few keys, too. The heads lie where chapter 43's formulas put them. The sinks with most mass are below the line of (43.4): closed altogether, their gain would rise. The filter, calibrated and not trained, has odds that follow the length, but by a tenth of a doubling, and nearly all of that in its first third of layers ([below](#layer-by-layer)).
@@ -422,7 +482,7 @@ def draw_length(upper: plt.Axes, lower: plt.Axes, of: str) -> None:
 
 # %%
 #| label: fig-length
-#| fig-cap: "Above: gate and gain against the length of the context, mean over heads and texts; a column for each study (note the scales). Below: log-odds, base 2, relative to length 64; the thin line doubles with the context, a flat one knows nothing of it. The filter stands at the shipped start where it is pretrained or tuned."
+#| fig-cap: "Above: gate and gain against the length of the context, mean over heads and texts; a column for each study (note the scales). Below: log-odds, base 2, relative to length 64; the thin line doubles with the context, a flat one knows nothing of it (the learnt sink logit's leaves the axes). BOS in front. The filter stands at the shipped start where it is pretrained or tuned."
 #| code-fold: true
 shown = [of for of in BUDGETS if cells(of)]
 lengths = 2 ** np.arange(6, 11)
@@ -432,7 +492,7 @@ for (upper, lower), of in zip(axes.T, shown):
     lower.plot(lengths, np.log2(lengths / 64), color=COLOUR["prior"], linewidth=0.6)
     upper.set(title=of)
     lower.set_xscale("log", base=2)
-    lower.set(xlabel="length [tokens]", xticks=lengths[::2], xticklabels=lengths[::2])
+    lower.set(ylim=(-0.25, 1.25), xlabel="length [tokens]", xticks=lengths[::2], xticklabels=lengths[::2])
 axes[0, 0].set(ylabel="gate g, gain K [1]")
 axes[1, 0].set(ylabel="change of log₂ odds")
 fig.legend(*axes[0, -1].get_legend_handles_labels(), fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
@@ -445,41 +505,48 @@ plt.show()
 #
 # ### Layer by layer
 #
-# Means over heads and layers hide where a gain follows the context. The same slopes for each layer of SmolLM2, means over its heads, and how closed its heads are:
+# Means over heads and layers hide where a gain follows the context, and slopes of opposite sign. So here is each layer, means over its heads: how closed it is at the longest context, and the change per doubling of $\log_2 n$ and of the $\log_2$ odds of gate or gain; and the steepest single head, up or down (a gain belongs to all heads of a layer).
 
 
 # %%
 def by_layer(found: dict[str, np.ndarray]) -> pd.DataFrame:
-    "Of each layer: mean mass on the first token at the longest context, and the change per doubling, from length 64 on, of log₂ n and of the log₂ odds of gate or gain."
-    late = found["high"] >= 64
-    x = np.log2(found["high"][late])
-    slope = lambda values: np.polyfit(x, values.mean(1)[:, late].T, 1)[0]
-    columns = {"mass": found["mass"].mean(1)[:, -1], "log₂ n": slope(np.log2(found["n_eff"]))}
+    "Of each layer: mean mass on the first token at the longest context, and slopes, means over heads."
+    columns = {"mass": found["mass"][..., -1].mean(1), "log₂ n": head_slopes(np.log2(found["n_eff"]), found["high"]).mean(1)}
     odds = next((name for name in ("gate_odds", "gain_odds") if name in found), None)
-    return pd.DataFrame(columns | ({"log₂ odds": slope(found[odds] / math.log(2))} if odds else {}))
+    if odds:
+        of_heads = head_slopes(found[odds] / math.log(2), found["high"])
+        columns |= {"log₂ odds": of_heads.mean(1), "steepest": np.abs(of_heads).max(1)}
+    return pd.DataFrame(columns)
 
 
 # %%
 layers = {}
-for of in ("pretrained", "tuned"):
+for of in BUDGETS:
     for (arm, s), _ in cells(of).items():
-        layers[of, arm] = by_layer(arrays_of(choose(stored, study=of, arm=arm, split="bos", seed=s)))
-pd.concat({key: frame.describe().loc[["mean", "min", "max"]].T for key, frame in layers.items()}).round(2) if layers else "no rows yet"
+        if s == 0:
+            layers[of, arm] = by_layer(arrays_of(choose(stored, study=of, arm=arm, split="bos", seed=s)))
+summary = lambda frame: {"log₂ n": spread_of(frame["log₂ n"]), **({"log₂ odds": spread_of(frame["log₂ odds"]), "steepest head": f"{frame['steepest'].max():.2f}"} if "log₂ odds" in frame else {})}
+pd.DataFrame({key: summary(frame) for key, frame in layers.items()}).T.fillna("") if layers else "no rows yet"
 
 # %%
 #| label: fig-layers
-#| fig-cap: "SmolLM2 layer by layer: mass on the first token at the longest context, and the change of log₂ n and of the log-odds of gate or gain per doubling of the length; pretrained (thin) and after fine-tuning."
+#| fig-cap: "Layer by layer, BOS in front: mass on the first token at the longest context, and the change of log₂ n and of the log-odds of gate or gain per doubling of the length. Above SmolLM2, pretrained (thin) and after fine-tuning; below the models from scratch, without the sink logit."
 #| code-fold: true
-fig, axes = plt.subplots(1, 3, figsize=(6.4, 2))
+fig, axes = plt.subplots(2, 3, figsize=(6.4, 3.8))
 for (of, arm), frame in layers.items():
     name = method_of(arm)
-    style = dict(color=COLOUR[ROLES[name]], linestyle=STYLES[name], linewidth=0.8 if of == "pretrained" else 1.6)
-    for ax, column in zip(axes, frame):
-        ax.plot(frame.index, frame[column], **style, label=arm if of == "tuned" else None)
-for ax, ylabel in zip(axes, ("mass on the first token", "log₂ n per doubling", "log₂ odds per doubling")):
-    ax.axhline(0, color="0.8", linewidth=0.6)
-    ax.set(xlabel="layer", ylabel=ylabel)
-if layers: axes[1].legend(fontsize=6)
+    style = dict(color=COLOUR[ROLES[name]], linestyle=STYLES[name], linewidth=0.8 if of == "pretrained" else 1.4)
+    for ax, column in zip(axes[int(of == "scratch")], frame):
+        if name != "sink" and arm in (ARMS[name], titled(name, "shipped")):
+            ax.plot(frame.index, frame[column], **style, label=ARMS[name] if of == "tuned" else None)
+for row in axes:
+    for ax, ylabel in zip(row, ("mass on first token", "log₂ n per doubling", "odds per doubling")):
+        ax.axhline(0, color="0.8", linewidth=0.6)
+        ax.set(ylabel=ylabel)
+for ax in axes[1]:
+    ax.set_xlabel("layer")
+if layers:
+    fig.legend(*axes[0, 0].get_legend_handles_labels(), fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
 plt.show()
 
 # %% [markdown]
@@ -487,7 +554,7 @@ plt.show()
 #
 # ### Caveats
 #
-# - Position stands for length: late queries are also other text than early ones, in all arms alike.
+# - Position stands for length in tables and figures by length: late queries are also other text than early ones. The column *same tokens* is free of that, but has fewer lengths.
 # - The models from scratch are small and see each paragraph at most once; large models grow sinks over billions of tokens [@gu2025sink].
 # - Blocks cut paragraphs, and a text goes on from one article into the next. Nothing keeps attention within an article.
 # - Intervals draw texts, six to twenty-four of them, not training runs; of so few a bootstrap says less than 95 %.
