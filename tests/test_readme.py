@@ -47,6 +47,15 @@ def test_the_example_of_a_language_model(monkeypatch, capsys):
     assert capsys.readouterr().out and torch.isfinite(made["model"](**made["tokenizer"]("7", return_tensors="pt")).logits).all()
 
 
+def test_the_example_of_sinks(monkeypatch, capsys):
+    load_model = models.load_model
+    monkeypatch.setattr(models, "load_model", lambda name: load_model("tiny"))
+    made = {}
+    exec(example("measure_sinks"), made)
+    rate, *lines = capsys.readouterr().out.splitlines()
+    assert 0 <= float(rate) <= 1 and lines[0].split() == ["mass", "n_eff", "gate"] and lines[-1].split()[-1] == "1.0"
+
+
 def table():
     "{(label, data set): what stands there} of the table of results."
     head, _, *lines = re.search(r"^\| HR@10 / NDCG@10 \|.*?(?=\n\n)", README, re.MULTILINE | re.DOTALL)[0].splitlines()

@@ -3,6 +3,7 @@
 import copy
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -253,6 +254,29 @@ def test_autocast_narrows_the_model_not_the_measures():
         frame = measure_sinks(model, ids())
     n = column(frame, "n_eff")
     assert torch.isfinite(n).all() and (n >= 1 - 1e-5).all()
+
+
+def test_a_nearly_open_sink_gate_keeps_its_odds_in_bfloat16():
+    model = convert_gated(plain(), "sink", sink=-12.0)
+    odds = []
+    for narrow in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=narrow):
+            frame = measure_sinks(model, ids())
+        odds.append(column(frame, "gate_odds"))
+        assert_close(column(frame, "gate"), 1 - column(frame, "learnt"))
+    assert odds[0].min() > 10 and 0 < (odds[1] - odds[0]).abs().max() < 0.1
+    assert (1 - column(frame, "gate")).max() < 2**-9  # below what bfloat16 resolves near 1
+
+
+def test_bins_can_be_chosen():
+    model = plain()
+    whole, one = measure_sinks(model, ids()), measure_sinks(model, ids(), [(17, 32), (40, 40)])
+    assert list(one["high"].unique()) == [32, 40]
+    same = whole[whole["high"] == 32].reset_index(drop=True)
+    pd.testing.assert_frame_equal(one[one["high"] == 32].reset_index(drop=True), same)
+    for bad in ((1, 5), (9, 8), (30, 41)):
+        with pytest.raises(ValueError, match=rf"bins must lie in 2 … \d+, first position before last, got \({bad[0]}, {bad[1]}\)"):
+            measure_sinks(model, ids(), [bad])
 
 
 def test_bad_input():
