@@ -356,13 +356,13 @@ plt.show()
 
 # %%
 #| label: fig-layers-lengths
-#| fig-cap: "Mass on the first token by layer and position of the query, mean over heads, BOS in front; and λ̄ of the filter."
+#| fig-cap: "Mass on the first token by layer and position of the query, mean over heads, BOS in front; and λ̄ of the filter, its logarithm."
 #| code-fold: true
 plain, filtered = heads_of("pretrained", "sft"), heads_of("pretrained", "bft")
 fig, axes = plt.subplots(1, 2, figsize=(7, 2.6))
-shades = [plain["mass"].mean(1)] + ([filtered["lam_bar"].mean(1)] if "lam_bar" in filtered else [])
-for ax, shade, name, top in zip(axes, shades, ("mass", "λ̄ [h⁻²]"), (1, None)):
-    drawn = ax.imshow(shade, aspect="auto", origin="lower", cmap="cividis", vmin=0, vmax=top)
+shades = [plain["mass"].mean(1)] + ([np.log10(filtered["lam_bar"]).mean(1)] if "lam_bar" in filtered else [])
+for ax, shade, name, top in zip(axes, shades, ("mass", "log₁₀ λ̄ [h⁻²]"), (1, None)):
+    drawn = ax.imshow(shade, aspect="auto", origin="lower", cmap="cividis", vmin=None if top is None else 0, vmax=top)
     ax.set(xlabel="position of the query, up to", ylabel="layer", xticks=range(0, len(plain["high"]), 2), xticklabels=plain["high"][::2])
     ax.tick_params(labelsize=8)
     fig.colorbar(drawn, ax=ax, label=name)
@@ -441,30 +441,41 @@ columns["value of the first token"] = (plain["first"] / plain["others"])[..., at
 pd.DataFrame({name: {"sinks": spread_of(x[closed]), "others": spread_of(x[~closed])} for name, x in columns.items()}).T.rename_axis("median over heads [middle 80 %]")
 
 # %% [markdown]
-# **Reading.** Half of SmolLM2's heads are sinks, and of whatever token comes first: without BOS it is the same half. The mass of all heads falls from three quarters to less than a third as the context grows, that of the sinks among them (the table) from nearly all to a half, as (43.6) says of a sink that weighs as much as so many keys. And $n$ grows by a quarter of a doubling per doubling of the length, where that of a head which reads everything alike would double. The sink is not the whole reason: without the first token (dashed) $n$ is larger, but grows hardly faster, for the other weights gather on few keys, too. The heads lie where chapter 43's formulas put them. The sinks with most mass are below the line of (43.4): closed altogether, their gain would rise. The filter, calibrated and not trained, has odds that follow the length, but by a tenth of a doubling, and nearly all of that in its first third of layers ([below](#layer-by-layer)).
+# **Reading.** Half of the heads of SmolLM2-135M-Instruct are sinks, all of them beyond the first third of the layers, and of whatever token comes first: with BOS or without, half of the heads hold more than .3 of their weight there, at every length from 64 on. The first token's value is nearly zero in the sinks, a twenty-fifth of the others' in the median.
+#
+# *Their mass does not do what a logit that stands still would do.* By (43.6) a sink that holds .53 at 1,024 would have held .94 at 64; it held .62. In keys, the weight of a sink grows with the context, from 81 to 1,693 in the median; the odds of $1 - m$ double not with each doubling of the length but with every fourteenth. A sink of a pretrained model keeps its *share* **[ours]**. So it is hardly a gate that follows the length, though (43.1) holds: it caps $n$ for good. In the median sink $n$ grows by .04 of a doubling per doubling of the length, in the other heads by .24. And so does what the paper's argument needs: $\lambda_{\text{obs}}$ of a sink grows by .03, of the others by .28.
+#
+# *The sink is not the whole reason.* Without the first token (dashed) $n$ grows by .30 instead of .24 in the mean over all heads: other weights gather on few keys, too. The heads lie where chapter 43's formulas put them, no dot above $1/m^2$; most sinks lie to the left of the point from which closing makes surer, with a precision near the lowest that (43.3) allows.
+#
+# *The filter*, calibrated and not trained, has odds that follow the length, by a tenth of a doubling, also where the same tokens are read behind longer contexts; nearly all of it in its first third of layers ([below](#layer-by-layer)). In the gain itself that is next to nothing, since at the shipped start it is near 1: it goes from .987 to .989.
 #
 # ### After fine-tuning
 #
-# The same model, the same steps on the same texts, all weights trained.
+# The same model, the same steps on the same texts, all weights trained, BOS in front.
 
 # %%
 table("tuned")
 
 # %% [markdown]
-# **Reading.** Forty steps on 80 texts remove no sinks from the plain model, from the filter, or with elementwise gates: half of the heads remain sinks. Headwise gates bring the share from .53 to .41. Both kinds of gates cost a little loss here; their rate, 100 times that of the pretrained weights, was not tuned. **A gate is flat**: its log-odds change by .001 or .002 per doubling of the length. The filter's gain follows the length as before training, by .09, though on a lower level (.974 for .989 at 1,024).
+# **Reading.** Forty steps on 80 texts remove no sinks from the plain model, from the filter, or with elementwise gates: half of the heads remain sinks. Headwise gates bring the share from .53 to .41. More steps may do more; this is a statement about forty. Gates cost loss here, .02 nats headwise and .07 elementwise; their rate, 100 times that of the pretrained weights, was not tuned. **A gate is flat**: its log-odds change by .001 or .002 per doubling of the length, those of the filter's gain as before training, by .09. In what they multiply, both move little: the gain from .969 to .974.
 #
 # ### From scratch
+#
+# BOS in front. *Plain, × .3* is the null: a plain model whose attention writes .3 of what it finds into the residual, about the mean of the filter's gain. *No gain* is the filter with $K = 1$: precision weighs the keys, nothing else.
 
 # %%
 table("scratch")
 
 # %% [markdown]
-# All arms have one learning rate, the table's. Losses at others, means over seeds:
+# All arms of the table have one learning rate. Losses at others, and the slope of the filter's gain, means over seeds:
 
 # %%
 any_lr = {of: {name: value for name, value in budget.items() if name != "lr"} for of, budget in budgets.items() if of == "scratch"}
-tried = choose(sink_rows(source, any_lr or budgets), split="bos", metric="loss")
-tried.pivot_table(index="arm", columns="lr", values="value", sort=False).sort_index(axis=1).round(3).fillna("") if "lr" in tried else "no rows yet"
+tried = choose(sink_rows(source, any_lr or budgets), split="bos")
+if "lr" in tried:
+    tried = tried[tried["metric"].isin(["loss", "slope.gain_odds"])]
+    tried = tried.pivot_table(index=["metric", "arm"], columns="lr", values="value", sort=False).sort_index(axis=1).sort_index(level="metric", sort_remaining=False)
+tried.round(3).fillna("") if "lr" in tried.columns.names else "no rows yet"
 
 
 # %%
@@ -499,9 +510,13 @@ fig.legend(*axes[0, -1].get_legend_handles_labels(), fontsize=8, loc="center lef
 plt.show()
 
 # %% [markdown]
-# **Reading.** In 420 steps no arm grows a sink, so there is none to remove here. **The gates are flat, the gain is not**: the log-odds of both sigmoid gates change by nothing that the intervals can tell from zero, those of the filter's gain by .15 per doubling, as its sample size grows by .44. So the paper's contrast holds, in size a third of what a head that reads everything alike would show. A learnt sink logit follows the length, too, and much more: its share of the mass is what more keys take from a constant (43.6).
+# **Reading.** In 420 steps no arm grows a sink, so there is none to remove here.
 #
-# The filter's loss is .5 to .6 below that of all other arms. That is no result yet: one seed, one learning rate for all, at which the plain model is not at its best (at half of it the loss is higher, so its best may lie above), and no null. A gain of .3 makes every update of the residual smaller, whatever it knows.
+# **The gates are flat, the gain is not**, at this learning rate: the log-odds of both sigmoid gates change by nothing that the intervals can tell from zero, those of the filter's gain by .15 and .16 per doubling in two seeds, as its sample size grows by .44 and .36. That is the paper's contrast, at a seventh of what a head that reads everything alike would show. It is a mean over layers of which one does most of it (below), and **it is not robust**: at twice the learning rate the slope is −.01. What the gain does depends on what the network has learnt to need; following the length is in its reach, and not in a sigmoid gate's, but nothing makes it.
+#
+# A learnt sink logit's odds rise with a slope of more than 1, which is what (43.6) gives to logits that stand still: the best matches of a longer context are better. By then the logit holds next to no mass.
+#
+# **The filter's loss is .55 below that of the plain model, and the null's is lower still.** Precision in the weights without a gain (*no gain*) does nothing for the loss; a constant factor of .3 on what attention writes does all of it, and a little more than the filter. The rate is not the reason either: the plain model at its best of three stays .55 above. So at this size and budget the filter learns faster because its update is smaller, not because it knows which update to trust **[ours]**.
 #
 # ### Layer by layer
 #
@@ -550,7 +565,7 @@ if layers:
 plt.show()
 
 # %% [markdown]
-# **Reading.** The gain follows the length in the first third of the layers, most in the very first, and hardly beyond. Sample sizes grow most there, too: the first layers read broadly, the later ones through sinks. Gates are flat in every layer.
+# **Reading.** In SmolLM2 the gain follows the length in the first third of the layers, most in the very first, and hardly beyond. Sample sizes grow most there, too: the first layers read broadly, the later ones through sinks. From scratch one layer of eight, the second, makes most of the mean slope; in the median layer it is .03, and in some it is below zero. Gates are flat in the mean over the heads of each layer; single headwise gates have slopes up to .05 either way.
 #
 # ### Caveats
 #
