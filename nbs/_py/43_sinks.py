@@ -352,6 +352,7 @@ class Measures(NamedTuple):
 
     mass: Float[Tensor, "b h t"]  # m, on the first token
     learnt: Float[Tensor, "b h t"]  # on a learnt sink logit, 0 where there is none
+    tokens: Float[Tensor, "b h t"]  # on all tokens, what the learnt sink logit leaves
     n_eff: Float[Tensor, "b h t"]  # n, of all keys
     kappa: Float[Tensor, "b h t"]  # κ = 1/n, whose mean is not one over the mean of n
     n_rest: Float[Tensor, "b h t"]  # N, of the keys that are no sinks; of no meaning where there are none
@@ -374,7 +375,7 @@ def measure_rows(
     others = (rest @ square[..., learnt + 1 :, None]).squeeze(-1) / total
     first = square[..., learnt, None].expand_as(others)
     n_eff = effective_sample_size(w)
-    return Measures(w[..., learnt], w[..., :learnt].sum(-1), n_eff, 1 / n_eff, n_rest, scatter(w, v).mean(-1), others, first)
+    return Measures(w[..., learnt], w[..., :learnt].sum(-1), w[..., learnt:].sum(-1), n_eff, 1 / n_eff, n_rest, scatter(w, v).mean(-1), others, first)
 
 
 # %%
@@ -505,7 +506,7 @@ def binned(
 
 
 # %% [markdown]
-# A filtering layer's attention returns the variance of each head; solving (43.3) for the claim gives $s_0^2 = n\,(n/\lambda_{\text{obs}} - S)$. And a learnt sink logit is a gate, (42.3), of what it leaves, $g = 1 - m_s$. Its log-odds are taken from the weights in float32, since in bfloat16 a gate that is nearly open rounds to 1.
+# A filtering layer's attention returns the variance of each head; solving (43.3) for the claim gives $s_0^2 = n\,(n/\lambda_{\text{obs}} - S)$. And a learnt sink logit is a gate, (42.3), of what it leaves, $g = 1 - m_s$. Its log-odds are taken from the weights in float32, sum over tokens to sink, since in bfloat16 a gate that is nearly open rounds to 1.
 
 
 # %%
@@ -516,12 +517,13 @@ def of_attention(
     learnt: int = 0,  # learnt sink logits among the keys
 ) -> dict[str, Float[Tensor, "b h t"]]:
     "The measures by name; in a filtering layer also the variance $1/\\lambda_{\\text{obs}}$ and the claim $s_0^2$ of each head, [v²], with a learnt sink logit its gate and log-odds."
-    more = {}
+    by_name = found._asdict()
+    tokens, more = by_name.pop("tokens"), {}
     if isinstance(seen, Seen):
         more = {"variance": seen.variance, "claim": (found.n_eff * (found.n_eff * seen.variance - found.scatter)).clamp_min(0)}
     if learnt:
-        more = {"gate": 1 - found.learnt, "gate_odds": (-found.learnt).log1p() - found.learnt.clamp_min(LEAST).log()}
-    return found._asdict() | more
+        more = {"gate": tokens, "gate_odds": tokens.clamp_min(LEAST).log() - found.learnt.clamp_min(LEAST).log()}
+    return by_name | more
 
 
 # %% [markdown]
