@@ -83,11 +83,71 @@ def compare(
     candidate_split: str | None = None,  # where the candidate's ranks are stored, if not under `split`
 ) -> dict[str, Estimate]:  # keys "all", and per group: "0" (rarest) … "3"
     "Candidate minus baseline, averaged over the seeds that both have, with a bootstrap interval over users (the same in both); `ValueError` if they share no seed."
+    a, b, strata = _paired(candidate, baseline, split, folder, groups, candidate_split)
+    return paired_bootstrap(a, b, metric, strata, relative=relative)
+
+
+def contrast(
+    candidate: pd.DataFrame,  # rows of one cell
+    baseline: pd.DataFrame,  # rows of another, same data
+    group: str,  # as a key of `compare`
+    metric: Callable[[Tensor], Tensor] = ndcg,  # value per user from ranks
+    split: str = "test",
+    folder: Path | None = None,
+    groups: Callable[[Path], np.ndarray] = load_strata,  # what to tell the users of a file apart by
+) -> Estimate:  # in percentage points; NaN where some resample has no hit to compare with
+    "Relative gain of the candidate in one group of users minus that of all others, with a 95 % bootstrap interval, each part resampled by itself; `ValueError` if either part is empty."
+    a, b, strata = _paired(candidate, baseline, split, folder, groups)
+    inside = strata.astype(str) == group
+    if inside.all() or not inside.any():
+        raise ValueError(f"a contrast needs users in the group and users outside it, got group {group!r} of {', '.join(map(str, np.unique(strata)))}")
+    values = torch.stack([metric(x).mean(0) for x in (a, b)], 1).numpy()
+    rng = np.random.default_rng(0)
+    return _difference(*(_gain(_resampled(values[part], rng)) for part in (inside, ~inside)), len(strata))
+
+
+def growth(
+    pair: tuple[pd.DataFrame, pd.DataFrame],  # rows of a candidate and of its baseline
+    other: tuple[pd.DataFrame, pd.DataFrame],  # the same under another condition, same users
+    metric: Callable[[Tensor], Tensor] = ndcg,  # value per user from ranks
+    split: str = "test",
+    folder: Path | None = None,
+) -> Estimate:  # in percentage points
+    "Relative gain under one condition minus that under another, with a 95 % bootstrap interval over users; `ValueError` unless both are of as many users."
+    ranks = [x for cells in (pair, other) for x in _paired(*cells, split, folder, load_strata)[:2]]
+    if len({x.shape[-1] for x in ranks}) > 1:
+        raise ValueError(f"the two conditions must have the same users, got {ranks[0].shape[-1]} and {ranks[2].shape[-1]} of them")
+    drawn = _resampled(torch.stack([metric(x).mean(0) for x in ranks], 1).numpy(), np.random.default_rng(0))
+    return _difference(_gain(drawn[:, :2]), _gain(drawn[:, 2:]), ranks[0].shape[-1])
+
+
+def _resampled(values: np.ndarray, rng: np.random.Generator, n: int = 2000) -> np.ndarray:
+    "Column means of the users (rows) as they are and of n resamples; to draw users is to draw how often each distinct row occurs."
+    rows, held = np.unique(values.astype(float), axis=0, return_counts=True)
+    return np.vstack([held, rng.multinomial(held.sum(), held / held.sum(), n)]) @ rows / held.sum()
+
+
+def _gain(means: np.ndarray) -> np.ndarray:
+    "First column relative to the second, in percent; NaN where that is 0."
+    ours, theirs = means.T
+    return 100 * np.divide(ours - theirs, theirs, out=np.full_like(theirs, np.nan), where=theirs > 0)
+
+
+def _difference(first: np.ndarray, second: np.ndarray, n: int) -> Estimate:
+    "Of the users as they are, with the middle 95 % of the resamples."
+    value, *drawn = first - second
+    return Estimate(float(value), *map(float, np.quantile(drawn, [0.025, 0.975])), n)
+
+
+def _paired(
+    candidate: pd.DataFrame, baseline: pd.DataFrame, split: str, folder: Path | None, groups: Callable[[Path], np.ndarray], candidate_split: str | None = None
+) -> tuple[Tensor, Tensor, np.ndarray]:
+    "Ranks of two cells (seeds, users) of the seeds that both have, and the users' groups."
     candidate, baseline = (rows[rows["seed"].isin(others["seed"])] for rows, others in ((candidate, baseline), (baseline, candidate)))
     (a, strata), (b, other) = seed_ranks(candidate, candidate_split or split, folder, groups), seed_ranks(baseline, split, folder, groups)
     if not np.array_equal(strata, other):
         raise ValueError("the two cells were evaluated on different users or strata")
-    return paired_bootstrap(torch.as_tensor(a), torch.as_tensor(b), metric, strata, relative=relative)
+    return torch.as_tensor(a), torch.as_tensor(b), strata
 
 
 def interval(value: float, n: int) -> tuple[float, float]:

@@ -75,6 +75,33 @@ def test_a_difference_uses_the_seeds_that_both_cells_have(study):
         report.compare(report.choose(candidate, seed=0), report.choose(baseline, seed=1), folder=folder)
 
 
+def test_a_contrast_is_the_difference_between_the_gains_of_two_groups(study):
+    folder, _ = study
+    rows = report.load_rows("recommendation", folder)
+    pair = report.choose(rows, bft=True), report.choose(rows, bft=False)
+    gains = report.compare(*pair, folder=folder, relative=True)
+    first, second = (report.contrast(*pair, group, folder=folder) for group in "01")
+    np.testing.assert_allclose([first.mean, second.mean], np.array([1, -1]) * (gains["0"].mean - gains["1"].mean), rtol=1e-5)
+    np.testing.assert_allclose([first.low, first.high], [gains["0"].low, gains["0"].high], rtol=0.1)  # the other group's gain is zero for all
+    assert first.n == 200 and second.high < 0
+    for group in ("2", "all"):
+        with pytest.raises(ValueError, match=f"got group '{group}' of 0, 1"):
+            report.contrast(*pair, group, folder=folder)
+
+
+def test_growth_is_the_difference_between_the_gains_under_two_conditions(study):
+    folder, _ = study
+    rows = report.load_rows("recommendation", folder)
+    better, plain = report.choose(rows, bft=True), report.choose(rows, bft=False)
+    gain, found = report.compare(better, plain, folder=folder, relative=True)["all"], report.growth((better, plain), (plain, plain), folder=folder)
+    np.testing.assert_allclose(found.mean, gain.mean, rtol=1e-5)
+    np.testing.assert_allclose([found.low, found.high], [gain.low, gain.high], rtol=0.1)
+    assert report.growth((better, plain), (better, plain), folder=folder)[:3] == (0, 0, 0)
+    fewer = [store(folder, False, 5, np.arange(1, 51), np.zeros(50, int), lr=lr) and report.choose(report.load_rows("recommendation", folder), lr=lr) for lr in (0.2, 0.3)]
+    with pytest.raises(ValueError, match="got 200 and 50 of them"):
+        report.growth((better, plain), tuple(fewer), folder=folder)
+
+
 def test_compare_refuses_other_users(study):
     folder, _ = study
     store(folder, True, 0, np.arange(1, 201), np.repeat([1, 0], 100), lr=0.5)

@@ -82,7 +82,7 @@ pd.concat({"n_eff.layer1": by_quarter("n_eff.layer1"), "n_eff.layer2": by_quarte
 # %% [markdown]
 # ## What τ knows
 #
-# The trained model once more on the test items, with the $\tau$ of the items exchanged at random (*shuffled*), and with all of them at their geometric mean (*levelled*). The difference in NDCG@10 to the model as it is; for the first with its interval over users:
+# The trained model once more on the test items, with the $\tau$ of the items exchanged at random (*shuffled*), and with all of them at their geometric mean (*levelled*). The difference in NDCG@10 to the model as it is, in percent; for the first with its interval over users:
 
 
 # %%
@@ -90,7 +90,8 @@ def without_tau(key: tuple[str, str]) -> dict[str, str]:
     "NDCG@10 as it is, and what exchanging and levelling τ costs."
     rows = cells[key]
     whole, level = (metrics(rows, part)["mean"]["ndcg@10"] for part in ("test", "levelled"))
-    return {"NDCG@10": f"{whole:.4f}", "shuffled": signed(compare(rows, rows, candidate_split="shuffled")["all"]), "levelled": f"{level - whole:+.4f}".replace("-", "−")}
+    shuffled = compare(rows, rows, candidate_split="shuffled", relative=True)["all"]
+    return {"NDCG@10": f"{whole:.4f}", "shuffled [%]": signed(shuffled, 1), "levelled [%]": f"{100 * (level / whole - 1):+.1f}".replace("-", "−")}
 
 
 # %%
@@ -140,13 +141,13 @@ pd.concat({key: moves(*key) for key in cells}).round(2)
 # %% [markdown]
 # ## Reading
 #
-# **The order is the paper's.** In SASRec $\tau$ falls with popularity from the rarest to the most popular quarter, by a quarter to a third on most sets, most on Yelp and hardly on MovieLens, and the gain of layer 1 rises with it on all but MovieLens. Its size depends on the learning rate, on dropout and on the seed: on Beauty $K \approx .73$ at a rate of .003 and $\approx .45$ at .006, so a particular value such as .77 says little. In BERT4Rec both order as in SASRec on the sparse sets, with gains of .1 to .3: it takes on little of what attention finds. In HSTU the order of the gain in layer 1 is reversed and $\tau$ hardly moves.
+# **The order is the paper's.** In SASRec $\tau$ falls with popularity from the rarest to the most popular quarter, by a quarter to a third on most sets, most on Yelp and hardly on MovieLens, and the gain of layer 1 is lower for the rarest quarter than for the most popular one; on MovieLens by .01, with both middle quarters above either. Its size depends on the learning rate, on dropout and on the seed: on Beauty $K \approx .73$ at a rate of .003 and $\approx .45$ at .006, so a particular value such as .77 says little. In BERT4Rec both order as in SASRec on the sparse sets, with gains of .1 to .3 in layer 1: there it takes on little of what attention finds. Layer 2 is as small on Beauty and Yelp; on Sports, Toys and Instruments it is .55 to .68, and on Sports and Instruments ordered the other way. In HSTU the order of the gain in layer 1 is reversed and $\tau$ hardly moves.
 #
-# **Precision and sample size follow.** What enters the second layer still orders by popularity in SASRec, on a higher level: one observation has been added. In HSTU it stands at four to eight times $\tau$ on sparse sets. The effective sample size hardly depends on the item: four to nine keys on the sparse sets, of histories that are not much longer. So the gain's order is that of $\tau$, not of $n$.
+# **Precision and sample size follow.** What enters the second layer still orders by popularity in SASRec, on a higher level: one observation has been added. In HSTU it stands at four to eight times $\tau$ on sparse sets. In SASRec the effective sample size of layer 1 hardly depends on the item: four to eight keys on the sparse sets, of histories that are not much longer. So its gain's order is that of $\tau$, not of $n$. In the others $n$ depends on it: HSTU's rises with popularity on the Amazon sets (4.3 to 6.5 on Beauty, 4.6 to 7.1 on Toys), where its gain falls; BERT4Rec's on Sports (6.2 to 9.0) and Toys (6.5 to 9.1), with its gain, so there $n$ and $\tau$ are not told apart.
 #
-# **In HSTU the filter hardly filters** on the sparse sets: in layer 1 $K$ is .86 to .99, in layer 2 .76 to .94, so the update is nearly the plain residual, and what is left of the filter is its weighing of keys. The observation behind HSTU's norm and gate is precise beside a $\tau$ that starts at one and moves little.
+# **In HSTU the filter hardly filters** on the sparse sets: in layer 1 $K$ is .86 to .99, in layer 2 .74 to .94, so the update is nearly the plain residual, and what is left of the filter is its weighing of keys. The observation behind HSTU's norm and gate is precise beside a $\tau$ that starts at one and moves little.
 #
-# **τ knows little, but on Instruments and in BERT4Rec.** Exchanging $\tau$ between items at random costs SASRec .6 to 2 % of its NDCG@10, and only on Instruments does the interval exclude zero. There it costs as much as the filter is ahead of the null, and levelling two thirds of that; a filter trained with one $\tau$ for all keeps most of its lead all the same ([ablation](ablation.ipynb)). HSTU loses next to nothing. In BERT4Rec the exchange costs 3 to 6 % on Beauty, Toys, Instruments and Yelp: there $\tau$ has learnt something of its items, and still the filter is not ahead of a layer without one.
+# **τ knows little, but on Instruments and in BERT4Rec.** Exchanging $\tau$ between items at random costs SASRec .5 to 2 % of its NDCG@10, and only on Instruments (2.1 %) does the interval exclude zero. There it costs as much as the filter is ahead of the null, and levelling two thirds of that; a filter trained with one $\tau$ for all keeps most of its lead all the same ([ablation](ablation.ipynb)). HSTU loses .9 % on Instruments, clear of zero, and nothing that shows elsewhere. In BERT4Rec the exchange costs 3 to 6 % on Beauty, Toys, Instruments and Yelp (on Sports and MovieLens nothing shows): there $\tau$ has learnt something of its items, and still the filter is not ahead of a layer without one.
 #
 # **And SASRec's plain layer finds the order by itself** on the sparse sets: in it, too, attention moves rare items less. On MovieLens, and in BERT4Rec's plain layer, the order is another.
 #
