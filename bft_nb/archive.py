@@ -40,7 +40,7 @@ def write_archive(
 
 
 def read_archive(path: str | Path, kind: str, version: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    "Tensors and JSON values; `FileNotFoundError`, `IsADirectoryError`, or `ValueError` for a truncated file, another kind of file or another version."
+    "Tensors and JSON values; `FileNotFoundError`, `IsADirectoryError`, or `ValueError` for a truncated or damaged file, another kind of file or another version."
     from safetensors import SafetensorError, safe_open
 
     path = Path(path).expanduser()
@@ -54,12 +54,23 @@ def read_archive(path: str | Path, kind: str, version: int) -> tuple[dict[str, T
             tensors = {name: file.get_tensor(name) for name in file.keys()}
     except SafetensorError as e:
         raise ValueError(f"{str(path)!r} cannot be read, it is truncated or not a safetensors file: {e}") from e
-    meta = json.loads(header[HEADER]) if HEADER in header else {}
+    meta = _meta(path, header.get(HEADER, "{}"))
     if meta.get("kind") != kind:
         raise ValueError(f"{str(path)!r} holds {meta.get('kind', 'something else')!r}, expected {kind!r}")
     if meta.get("version") != version:
         raise ValueError(f"{str(path)!r} is in format {meta.get('version')!r}, this version of the library reads format {version}: save it again, or use the library that wrote it")
     return tensors, meta
+
+
+def _meta(path: Path, text: str) -> dict[str, Any]:
+    "The JSON object of a header; `ValueError` naming the file for text that is none."
+    try:
+        meta = json.loads(text)
+    except (ValueError, RecursionError) as e:
+        raise ValueError(f"{str(path)!r} cannot be read, its header is damaged: {e}") from e
+    if not isinstance(meta, dict):
+        raise ValueError(f"{str(path)!r} cannot be read, its header is damaged: expected a JSON object, got {type(meta).__name__}")
+    return meta
 
 
 def ids_to_tensors(name: str, ids: np.ndarray) -> dict[str, Tensor]:

@@ -78,6 +78,11 @@ def check_writable(path: Path) -> None:
         raise OSError(e.errno, f"{str(path)!r} cannot be written: {e.strerror or e}") from e
 
 
+def to_disk(path: Path) -> None:
+    "Have the system write a file out: a disk that turns out to be full says so here, before anything is replaced."
+    with open(path, "r+b") as f: os.fsync(f.fileno())
+
+
 @contextmanager
 def written(path: Path) -> Iterator[Path]:
     "A temporary path beside `path` (beside the file it links to) that takes its place on success and vanishes on any failure; `OSError` unless that is a regular file, or none yet."
@@ -88,6 +93,7 @@ def written(path: Path) -> Iterator[Path]:
     try:
         yield part
         part.chmod(0o644)  # temporary files are for their owner alone
+        to_disk(part)
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)

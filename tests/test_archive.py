@@ -46,6 +46,21 @@ def test_truncated_file_is_named(saved, keep):
         read_archive(saved, "thing", 3)
 
 
+@pytest.mark.parametrize(("header", "message"), [
+    ('{"kind": "thing", ', "its header is damaged: Expecting"),
+    ("", "its header is damaged: Expecting value"),
+    ("[" * 100_000, "its header is damaged"),
+    ("[1, 2]", "its header is damaged: expected a JSON object, got list"),
+    ("null", "its header is damaged: expected a JSON object, got NoneType"),
+])  # fmt: skip
+def test_a_damaged_header_is_named(tmp_path, header, message):
+    from safetensors.torch import save_file
+
+    save_file({"x": torch.zeros(1)}, tmp_path / "m.safetensors", {archive.HEADER: header})
+    with pytest.raises(ValueError, match=f"m.safetensors' cannot be read, {message}"):
+        read_archive(tmp_path / "m.safetensors", "thing", 3)
+
+
 def test_another_version_kind_or_file(saved, tmp_path):
     with pytest.raises(ValueError, match="format 3, this version of the library reads format 4"):
         read_archive(saved, "thing", 4)
@@ -101,11 +116,15 @@ def test_full_disk_by_error(saved, monkeypatch):
             f.write(data[:10])
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(archive.Path, "write_bytes", full)
-    with pytest.raises(OSError, match="No space left on device") as e:
-        write_archive(saved, {"x": torch.zeros(9)}, {}, "thing", 3)
-    assert e.value.errno == errno.ENOSPC
-    monkeypatch.undo()
+    def full_on_flush(descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    for owner, name, failing in ((archive.Path, "write_bytes", full), (os, "fsync", full_on_flush)):
+        monkeypatch.setattr(owner, name, failing)
+        with pytest.raises(OSError, match="No space left on device") as e:
+            write_archive(saved, {"x": torch.zeros(9)}, {}, "thing", 3)
+        assert e.value.errno == errno.ENOSPC
+        monkeypatch.undo()
     torch.testing.assert_close(read_archive(saved, "thing", 3)[0]["x"], torch.arange(4.0))
     assert nothing_half_written(saved.parent)
 

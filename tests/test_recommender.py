@@ -1,6 +1,7 @@
 "The recommender: own ids in and out, confidence, explanations, growing, saving, and every kind of bad input."
 
 import errno
+import os
 import re
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from helpers import ROOT, tool
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bft_nb import cli, recommender as module
+from bft_nb import cli, recommend_command, recommender as module
 from bft_nb.archive import read_archive, write_archive
 from bft_nb.download import data_dir
 from bft_nb.interactions import dataset, find, from_frame, from_lengths, load
@@ -677,6 +678,29 @@ def test_command_keeps_ids_as_they_are_written(tmp_path):
     frame[frame.item.isin(["12", "13"])].to_csv(tmp_path / "new.csv", index=False)
     assert cli.main(["recommend", str(tmp_path / "in.csv"), "--histories", str(tmp_path / "new.csv"), "-o", str(tmp_path / "out.csv"), "-k", "24", "--quiet", *FAST]) == 0
     assert "00" in set(pd.read_csv(tmp_path / "out.csv", dtype=str).item)
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+@pytest.mark.parametrize("when", ["written", "flushed"])
+def test_full_disk_leaves_the_earlier_recommendations(tmp_path, monkeypatch, suffix, when):
+    import pyarrow.csv
+    import pyarrow.parquet
+
+    out = tmp_path / f"out.{suffix}"
+    frame = pa.table({"user": ["u1"], "item": ["i01"]})
+    recommend_command.write(frame, out)
+    before = out.read_bytes()
+
+    def full(*given):
+        if when == "written":
+            given[1].write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(*{"written": ({"csv": pyarrow.csv, "parquet": pyarrow.parquet}[suffix], {"csv": "write_csv", "parquet": "write_table"}[suffix]), "flushed": (os, "fsync")}[when], full)
+    with pytest.raises(OSError, match=f"could not write .*out.{suffix}': No space left on device") as e:
+        recommend_command.write(frame, out)
+    monkeypatch.undo()
+    assert e.value.errno == errno.ENOSPC and out.read_bytes() == before and [p.name for p in tmp_path.iterdir()] == [out.name]
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
