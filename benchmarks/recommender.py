@@ -18,6 +18,8 @@ from bft_nb.recommender import Recommender, calibrate, confidence, judge, reliab
 from bft_nb.report import results_folder
 from bft_nb.results import append_rows, commit, has_rows, make_rows
 
+AS_STORED = dict(schedule="constant", lr=3e-3, patience=5)  # what the stored rows were trained with, and do not name
+
 
 def log_loss(p: np.ndarray, y: np.ndarray) -> float:
     "Mean log loss [nat]."
@@ -47,7 +49,7 @@ def measure(name: str, bft: bool, seed: int, k: int, epochs: int) -> None:
     if has_rows(path, run):
         return print("these rows are there already")
     start = time.perf_counter()
-    made = Recommender(**settings).fit(frame[end > 1], progress=True)
+    made = Recommender(**settings, **AS_STORED).fit(frame[end > 1], progress=True)
     numbers = pd.Series(np.arange(1, len(made.item_ids) + 1), made.item_ids)
     hidden = frame[end == 1].set_index("user").item.loc[made.user_ids]
     known = hidden.isin(numbers.index).to_numpy()  # an item that occurs only at somebody's end was never seen: no model can rank it

@@ -9,7 +9,7 @@ from typing import Any
 from bft_nb.download import check_writable, written
 
 SUFFIXES = (".csv", ".parquet")  # of the file that comes out
-TRAINING = {"backbone": "backbone", "plain": "bft", "keep_seen": "filter_seen", "max_length": "max_length", "epochs": "max_epochs", "seed": "seed"}  # option -> argument of `Recommender`
+TRAINING = {"backbone": "backbone", "plain": "bft", "max_length": "max_length", "epochs": "max_epochs", "refit": "refit", "seed": "seed"}  # option -> argument of `Recommender`; `--keep-seen` is one of the training and of the recommendation
 
 
 def arguments(p: argparse.ArgumentParser) -> None:
@@ -22,15 +22,17 @@ def arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--position", metavar="COLUMN", help="column to order by within equal times")
     p.add_argument("-k", type=int, default=10, help="recommendations per user (default: 10)")
     p.add_argument("--histories", metavar="FILE", help="recommend for the users of this file instead of those of the interactions")
-    p.add_argument("--unknown", choices=("error", "skip"), default="error", help="items of histories that were not trained on (default: error)")
+    p.add_argument("--candidates", metavar="FILE", help="recommend only items of this file, CSV or Parquet with the column of items' ids")
+    p.add_argument("--keep-seen", action=argparse.BooleanOptionalAction, help="may items a user has seen be recommended again? (default: no; with --model: as it was trained)")
+    p.add_argument("--unknown", choices=("error", "skip"), default="error", help="items of histories and candidates that were not trained on (default: error)")
     p.add_argument("--model", metavar="FILE", help="use this saved model, train nothing")
     p.add_argument("--save", metavar="FILE", help="keep the trained model in this file")
     training = p.add_argument_group("training", "not with --model")
     training.add_argument("--backbone", help="a backbone of chapter 31 (default: sasrec)")
     training.add_argument("--plain", action="store_true", default=None, help="the plain backbone, without filtering layers")
-    training.add_argument("--keep-seen", action="store_true", default=None, help="items a user has seen may be recommended again")
     training.add_argument("--max-length", type=int, help="most recent items of a history that the model reads (default: 50)")
-    training.add_argument("--epochs", type=int, help="at most this many; stops early (default: 100)")
+    training.add_argument("--epochs", type=int, help="so many, of which the best is kept (default: 30, bert4rec 60)")
+    training.add_argument("--refit", action="store_true", default=None, help="train once more on everything, the newest events included")
     training.add_argument("--seed", type=int, help="(default: 0)")
     p.add_argument("--device", default="auto", help="auto, cpu, cuda or mps (default: auto)")
     p.add_argument("--quiet", action="store_true", help="no progress bars, no report")
@@ -43,13 +45,17 @@ def run(a: argparse.Namespace) -> int:
     from bft_nb.recommender import Recommender
 
     table = read(a.interactions, a.user, a.item)
+    candidates = read(a.candidates, a.user, a.item) if a.candidates else None
+    if candidates is not None and a.item not in candidates.column_names:
+        raise ValueError(f"--candidates {a.candidates!r} has no column {a.item!r}, it has {candidates.column_names}: items' ids must be in the column of --item")
     if a.model:
         made = Recommender.load(a.model, a.device)
         made.columns = {"user": a.user, "item": a.item, "timestamp": a.timestamp, "position": a.position}
     else:
+        check_candidates(candidates, table, a)
         made = train(a, table)
     histories = read(a.histories, a.user, a.item) if a.histories else table if a.model else None
-    frame = recommend(made, None if histories is None else as_known(histories, a.item, made.item_ids), a)
+    frame = recommend(made, None if histories is None else as_known(histories, a.item, made.item_ids), candidates, a)
     write(frame, out)
     if not a.quiet:
         print(f"{made.report['protocol']}\nvalidation: {made.report['validation']}", file=sys.stderr)
@@ -80,13 +86,33 @@ def read(path: str, user: str, item: str) -> Any:
     return read_table(place, [user, item])
 
 
+def check_candidates(candidates: Any, table: Any, a: argparse.Namespace) -> None:
+    "Refuse candidates that the model would not know before it is trained; a table that `fit` refuses is left to it."
+    import pyarrow as pa
+
+    from bft_nb.recommender import UnknownItems, competitors, own_ids
+
+    if candidates is None or a.item not in table.column_names or not (pa.types.is_integer(t := table[a.item].type) or pa.types.is_string(t) or pa.types.is_large_string(t)):
+        return
+    items = own_ids(table[a.item].unique().drop_null().to_pylist(), "items")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UnknownItems)  # told when they are left out
+        competitors(ids_of(candidates, a.item, items), None, items, a.unknown)
+
+
+def ids_of(table: Any, item: str, known: Any) -> list[Any]:
+    "Own ids of a table's items."
+    return as_known(table, item, known)[item].to_pylist()
+
+
 def train(a: argparse.Namespace, table: Any) -> Any:
     "A recommender fitted to the table, saved if asked."
     from bft_nb.recommender import Recommender
 
     given: dict[str, Any] = {name: getattr(a, option) for option, name in TRAINING.items() if getattr(a, option) is not None}
-    given = {name: not value if value is True else value for name, value in given.items()}
-    made = Recommender(**given, device=a.device)
+    if "bft" in given:
+        given["bft"] = False  # --plain
+    made = Recommender(**given, filter_seen=not a.keep_seen, device=a.device)
     if not 1 <= a.k <= (items := len(table[a.item].unique()) if a.item in table.column_names else a.k):
         raise ValueError(f"k must be between 1 and the number of items, {items}, got {a.k}")
     made.fit(table, a.user, a.item, a.timestamp, a.position, progress=not a.quiet)
@@ -104,11 +130,13 @@ def as_known(table: Any, item: str, known: Any) -> Any:
     return table
 
 
-def recommend(made: Any, histories: Any, a: argparse.Namespace) -> Any:
+def recommend(made: Any, histories: Any, candidates: Any, a: argparse.Namespace) -> Any:
     "The frame of recommendations; what was left out is told on stderr."
+    among = None if candidates is None else ids_of(candidates, a.item, made.item_ids)
+    filter_seen = None if a.keep_seen is None else not a.keep_seen
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        frame = made.recommend(histories, a.k, unknown=a.unknown, library="pyarrow", progress=not a.quiet)
+        frame = made.recommend(histories, a.k, candidates=among, filter_seen=filter_seen, unknown=a.unknown, library="pyarrow", progress=not a.quiet)
     for w in caught:
         if issubclass(w.category, UserWarning):
             print(f"bft recommend: {w.message}", file=sys.stderr)

@@ -23,10 +23,10 @@ from bft_nb.archive import read_archive, write_archive
 from bft_nb.download import data_dir
 from bft_nb.interactions import dataset, find, from_frame, from_lengths, load
 from bft_nb.recommender import (
-    MIN_CALIBRATION, Recommender, UnknownItems, add_rows, asked, backbone_classes, beliefs, build, calibrate, confidence, effects, explanation, hold_back_last, judge, last_weights, numbers_of, plot_explanation, reliability_bins, sharpness, top_lists,
+    MIN_CALIBRATION, STUDIED, Recommender, UnknownItems, add_rows, asked, backbone_classes, beliefs, build, calibrate, confidence, effects, explanation, hold_back_last, judge, last_weights, numbers_of, plot_explanation, reliability_bins, sharpness, top_lists,
     user_state, without_duplicates,
 )  # fmt: skip
-from bft_nb.training import history_rows
+from bft_nb.training import fit, history_rows
 from bft_nb.world import make_world
 
 close = torch.testing.assert_close
@@ -265,6 +265,172 @@ def test_same_seed_same_recommender(filtering):
     pd.testing.assert_frame_equal(again.recommend(k=3), filtering.recommend(k=3))
 
 
+# ---- which items compete ---------------------------------------------------------------------------------------
+
+
+def test_candidates_and_exclude_are_the_list_without_the_others(filtering, monkeypatch):
+    whole = filtering.recommend(k=24)
+    stock = ["i03", "i04", "i11", "i12", "i13"]
+    for asked_for, keep in (
+        (dict(candidates=stock), set(stock)), (dict(exclude=iter(stock)), set(filtering.item_ids.tolist()) - set(stock)),
+        (dict(candidates=np.array(stock), exclude=["i04", "i20"]), set(stock) - {"i04"}), (dict(exclude=[]), set(filtering.item_ids.tolist())),
+    ):  # fmt: skip
+        got, want = filtering.recommend(k=24, **asked_for), whole[whole.item.isin(keep)]
+        pd.testing.assert_frame_equal(got[["user", "item", "score"]], want[["user", "item", "score"]].reset_index(drop=True), rtol=1e-4)
+        assert got["rank"].tolist() == [r for _, g in got.groupby("user", sort=False) for r in range(1, len(g) + 1)]
+    small = filtering.recommend(k=3, candidates=stock)
+    assert small.groupby("user", sort=False).size().le(3).all() and set(small.item) <= set(stock)
+    monkeypatch.setattr(module, "SCORES_IN_MEMORY", 60)
+    pd.testing.assert_frame_equal(filtering.recommend(k=3, candidates=stock), small, rtol=1e-4)
+
+
+def test_seen_items_by_call(filtering):
+    history = {"x": ["i00", "i01", "i02", "i03"]}
+    for filter_seen in (True, False, None):
+        got = filtering.recommend(history, k=24, filter_seen=filter_seen)
+        assert len(got) == (24 if filter_seen is False else 20)
+    assert filtering.settings["filter_seen"] is True
+    open_ = Recommender(filter_seen=False, **QUICK).fit(ring(), timestamp="t")
+    got = open_.recommend(history, k=24, filter_seen=True)
+    want = open_.recommend(history, k=24).query("item not in @history['x']")
+    assert got.item.tolist() == want.item.tolist()
+
+
+def test_confidence_among_other_items_is_learnt_among_them(filtering, monkeypatch):
+    stock = filtering.item_ids.tolist()[:12]
+    examples = hold_back_last(from_frame(ring(), timestamp="t")).valid
+    before = [filtering.item_ids[row - 1].tolist() for row in (examples.histories[i] for i in range(len(examples)))]
+    lists = filtering.recommend(dict(enumerate(before)), k=3, candidates=stock)
+    target = pd.Series(filtering.item_ids[examples.targets - 1])
+    hits = (lists.item == lists.user.map(target)).groupby(lists.user).any().reindex(range(len(examples)), fill_value=False)
+    known = filtering._known(True, module.competitors(stock, None, filtering.item_ids, "error"))
+    assert ((known.ranks <= 3) & ~known.repeated).tolist() == hits.tolist()
+    assert (known.ranks[~target.isin(stock)] == 25).all() and known.ranks[target.isin(stock)].max() <= 12
+    made = calibrate(known.evidence, hits.to_numpy())
+    assert lists.confidence[0] == pytest.approx(confidence(made, known.evidence[:1])[0], rel=1e-4)
+    asked_again = []
+    monkeypatch.setattr(module, "judge", lambda *given: asked_again.append(given) or judge(*given))
+    filtering.recommend(k=3, candidates=stock)
+    assert not asked_again  # the same question
+    assert filtering.recommend(k=3, filter_seen=False).confidence.notna().all() and len(asked_again) == 1
+    monkeypatch.setattr(module, "CALIBRATION_USERS", MIN_CALIBRATION)
+    filtering.recommend(k=3, candidates=stock[:5])
+    assert len(asked_again[1][1]) == MIN_CALIBRATION
+
+
+def test_confidence_among_other_items_is_nan_where_it_cannot_be_known(filtering, tmp_path):
+    again = Recommender.load(filtering.save(tmp_path / "m.safetensors", histories=False), device="cpu")
+    assert again.recommend({"x": ["i01"]}, k=2, exclude=["i03"]).confidence.isna().all()
+    assert again.recommend({"x": ["i01"]}, k=2).confidence.notna().all()
+
+
+@pytest.mark.parametrize(("arguments", "error", "message"), [
+    (dict(candidates=["i01", "x1", "x2"]), ValueError, r"candidates: 2 of 3 items the model does not know \('x1', 'x2'\): give unknown=\"skip\""),
+    (dict(exclude=[f"x{i}" for i in range(9)]), ValueError, r"exclude: 9 of 9 items .*\('x0', 'x1', 'x2', 'x3', 'x4', …\)"),
+    (dict(candidates=[]), ValueError, "no item is left to recommend"),
+    (dict(candidates=["i01"], exclude=["i01", "i02"]), ValueError, "no item is left to recommend"),
+    (dict(candidates=[3]), TypeError, "candidates: ids are integers .* but were strings"),
+    (dict(candidates="i01"), TypeError, "candidates must be a list of ids, got the single text 'i01'"),
+    (dict(exclude=5), TypeError, "exclude must be a list of ids, got 5"),
+    (dict(exclude=["i01", None]), ValueError, "exclude: 1 of 2 ids are missing"),
+    (dict(filter_seen="no"), TypeError, "filter_seen must be True or False, got 'no'"),
+])  # fmt: skip
+def test_bad_candidates(filtering, unchecked, arguments, error, message):
+    with pytest.raises(error, match=message):
+        filtering.recommend(k=1, **arguments)
+
+
+def test_unknown_candidates_are_skipped_with_a_report(filtering):
+    with pytest.warns(UnknownItems, match=r"left out: candidates: 1 of 2 items the model does not know \('\?\?'\)"):
+        got = filtering.recommend({"a": ["i01"]}, k=2, candidates=["i05", "??"], unknown="skip")
+    assert got.item.tolist() == ["i05"]
+    with pytest.raises(ValueError, match="no item is left"), pytest.warns(UnknownItems):
+        filtering.recommend({"a": ["i01"]}, candidates=["??"], unknown="skip")
+
+
+# ---- training --------------------------------------------------------------------------------------------------
+
+
+def test_what_is_not_said_is_what_the_study_chose(unchecked):
+    said = lambda **arguments: Recommender(**arguments).settings
+    assert {n: said()[n] for n in ("lr", "schedule", "max_epochs", "patience", "refit")} == {"lr": 6e-3, "schedule": "linear", "max_epochs": 30, "patience": 30, "refit": False}
+    assert said()["options"] == said(backbone="hstu")["options"] == {"dropout": 0.5}
+    bert = said(backbone="bert4rec", d=16)
+    assert bert["options"] == {"dropout": 0.3, "mask_probability": 0.3, "last_probability": 0.5, "d": 16} and bert["patience"] == bert["max_epochs"] == 60
+    assert said(backbone="bert4rec", schedule="constant")["patience"] == 20 and said(schedule="constant")["patience"] == 5
+    given = dict(lr=1e-3, max_epochs=7, patience=3, schedule="constant", dropout=0.1)
+    assert given.items() <= {**said(**given), **said(**given)["options"]}.items()
+    assert said(max_epochs=7)["patience"] == 7 and said(backbone="bert4rec", last_probability=0.0)["options"]["last_probability"] == 0
+    from bft_nb.study import BACKBONE_OPTIONS, epochs
+
+    for name, chosen in STUDIED.items():
+        assert chosen["max_epochs"] == epochs("beauty", name) and BACKBONE_OPTIONS.get(name, {}).items() <= chosen["options"].items()
+    assert set(STUDIED) == set(backbone_classes())
+
+
+def test_the_defaults_are_settings_that_the_study_tried():
+    from bft_nb.study import study_rows, tuning
+
+    rows = study_rows(ROOT / "data" / "results")
+    for name, chosen in STUDIED.items():
+        table = tuning(rows, name, "filter", "toys" if name == "bert4rec" else "beauty")
+        assert np.isfinite(table.loc[chosen["options"]["dropout"], chosen["lr"]]), name
+
+
+def test_the_schedule_reaches_the_training_and_the_file(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(module, "fit", lambda *given, **settings: seen.append(settings) or fit(*given, **settings))
+    made = Recommender(**QUICK | {"max_epochs": 1}, schedule="constant", lr=1e-3).fit(ring(users=20), timestamp="t")
+    assert {n: seen[0][n] for n in ("schedule", "lr", "epochs", "patience", "validate_every")} == {"schedule": "constant", "lr": 1e-3, "epochs": 1, "patience": 5, "validate_every": 1}
+    again = Recommender.load(made.save(tmp_path / "m.safetensors"), device="cpu")
+    assert again.settings == made.settings and again.settings["schedule"] == "constant" and again.settings["options"]["dropout"] == 0.5
+
+
+def newest():
+    "The ring, and an item that occurs only as the last choice of one user, and another that somebody with one event has."
+    return pd.concat([ring(users=60), pd.DataFrame({"user": ["u3", "single"], "item": ["i98", "i99"], "t": [99, 0]})])
+
+
+@pytest.mark.parametrize("arguments", [dict(), dict(bft=False), dict(backbone="bert4rec"), dict(precision="mlp")], ids=str)
+def test_items_that_only_held_out_events_have_are_unknown(arguments):
+    made = Recommender(**QUICK | {"max_epochs": 1}, **arguments).fit(newest(), timestamp="t")
+    assert made.report["items_never_trained"] == 2 and made.item_ids[-2:].tolist() == ["i98", "i99"]
+    weights = made.model.item_weights().detach()
+    close(weights[25:], weights[1:25].mean(0).expand(2, -1))
+    if made.settings["bft"] and "precision" not in arguments:
+        tau = made.model.item_precision().detach()[1:]
+        close(tau[24:], tau[:24].min().expand(2))
+    if made.settings["backbone"] == "bert4rec":
+        assert not torch.equal(made.model.item_embedding.weight[27], weights[26])  # the mask is no item
+    assert made.known.ranks.tolist() == judge(made.model, module.last_choices(made.histories), True).ranks.tolist()
+    made.add_items(["new"])
+    close(made.model.item_weights()[-1].detach(), weights[25])
+
+
+def test_what_training_reads():
+    sequences = from_lengths(np.array([4, 1, 2]), np.array([1, 2, 3, 4, 5, 6, 2]))
+    assert module.trained_items(sequences, 7, 2).tolist() == [False, True, True, True, False, True, False]
+    assert module.trained_items(sequences, 7, 3).tolist() == [True, True, True, True, False, True, False]
+
+
+def test_refit_trains_once_more_on_everything(tmp_path, monkeypatch):
+    runs = []
+    monkeypatch.setattr(module, "fit", lambda model, split, **settings: runs.append((split, settings, fit(model, split, **settings))) or runs[-1][2])
+    quick = QUICK | {"max_epochs": 3}
+    first = Recommender(**quick).fit(newest(), timestamp="t")
+    made = Recommender(**quick, refit=True).fit(newest(), timestamp="t")
+    (_, _, fitted), (split, settings, again) = runs[1:]
+    assert len(split.train.items) == len(newest()) and settings["epochs"] == fitted.best_epoch == again.best_epoch == made.report["best_epoch"]
+    assert len(again.history) == 1 and settings["validate_every"] == settings["epochs"]
+    assert made.report["items_never_trained"] == 1 and made.report["refit"] and not first.report["refit"]  # that of the user with one event
+    assert made.known.ranks.tolist() == first.known.ranks.tolist() and made.report["validation"] == first.report["validation"]
+    np.testing.assert_array_equal(made.calibration().slopes, first.calibration().slopes)
+    assert not torch.equal(made.model.item_weights(), first.model.item_weights())
+    got = made.recommend(k=2)
+    assert got.confidence.notna().all() and made.recommend(k=2, exclude=["i03"]).confidence.isna().all()
+    pd.testing.assert_frame_equal(Recommender.load(made.save(tmp_path / "m.safetensors"), device="cpu").recommend(k=2), got)
+
+
 # ---- bad input -------------------------------------------------------------------------------------------------
 
 
@@ -395,6 +561,8 @@ def test_users_with_few_events_are_trained_on_and_not_validated():
     (dict(precision_lr="fast"), ValueError, "precision_lr must be positive"),
     (dict(seed=-1), ValueError, "seed must be at least 0"),
     (dict(filter_seen="no"), TypeError, "filter_seen must be True or False"),
+    (dict(refit=1), TypeError, "refit must be True or False, got 1"),
+    (dict(schedule="cosine"), ValueError, "schedule must be one of 'constant', 'linear', got 'cosine'"),
     (dict(device="tpu"), ValueError, "device"),
 ])  # fmt: skip
 def test_bad_arguments_are_refused_at_once(unchecked, arguments, error, message):
@@ -616,6 +784,10 @@ def test_bad_files(made, tmp_path, monkeypatch):
     (lambda meta, tensors: meta["settings"].pop("lr"), r"its settings lack \['lr'\]"),
     (lambda meta, tensors: meta["settings"].update(width=3), r"its settings hold \['width'\], which"),
     (lambda meta, tensors: meta["settings"].update(lr="fast"), "lr must be positive"),
+    (lambda meta, tensors: meta["settings"].pop("schedule"), r"its settings lack \['schedule'\]"),
+    (lambda meta, tensors: meta.update(settings=list(meta["settings"])), "its settings must be an object of JSON, not list"),
+    (lambda meta, tensors: meta["settings"].update(options=[1]), "must be"),
+    (lambda meta, tensors: meta.update(report="protocol, validation"), "its report must be an object of JSON, not str"),
     (lambda meta, tensors: meta.pop("columns"), "it has no 'columns'"),
     (lambda meta, tensors: meta["columns"].pop("item"), r"its columns lack \['item'\]"),
     (lambda meta, tensors: meta.update(library="numpy"), "library must be one of"),
@@ -671,6 +843,30 @@ def test_command_trains_saves_and_recommends(tmp_path, capsys):
     assert pd.read_parquet(again).user.tolist() == [7, 7] and "left out: 1 events" in capsys.readouterr().err
 
 
+def test_command_recommends_what_is_in_stock(tmp_path, capsys):
+    frame = ring(users=60)
+    frame["item"] = frame.item.str.replace("i", "")
+    frame.to_csv(tmp_path / "in.csv", index=False)
+    (tmp_path / "stock.csv").write_text("item\n12\n13\n14\n")  # read as numbers, meant as texts
+    out, model = tmp_path / "out.csv", str(tmp_path / "m.safetensors")
+    assert cli.main(["recommend", str(tmp_path / "in.csv"), "-o", str(out), "--save", model, "--candidates", str(tmp_path / "stock.csv"), "--refit", "--quiet", *FAST]) == 0
+    assert Recommender.load(model).settings["refit"] and set(pd.read_csv(out, dtype=str).item) == {"12", "13", "14"}
+    (tmp_path / "stock.csv").write_text("item\n12\n99\n")
+    again = ["recommend", str(tmp_path / "in.csv"), "-o", str(out), "--model", model, "--timestamp", "t", "--quiet", "--candidates", str(tmp_path / "stock.csv")]
+    assert cli.main(again) == 2 and "1 of 2 items the model does not know ('99')" in capsys.readouterr().err
+    assert cli.main([*again, "--unknown", "skip"]) == 0
+    assert set(pd.read_csv(out, dtype=str).item) == {"12"} and "left out: candidates" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_command_keeps_seen_items_of_a_saved_model(tmp_path, trained):
+    model = Recommender(**QUICK | {"max_epochs": 1}, filter_seen=trained).fit(ring(users=10), timestamp="t").save(tmp_path / "m.safetensors")
+    pd.DataFrame({"user": ["x"], "item": ["i01"], "t": [0]}).to_csv(tmp_path / "in.csv", index=False)
+    for flags, filtered in (([], trained), (["--keep-seen"], False), (["--no-keep-seen"], True)):
+        assert cli.main(["recommend", str(tmp_path / "in.csv"), "-o", str(tmp_path / "out.csv"), "--model", str(model), "-k", "20", "--timestamp", "t", "--device", "cpu", "--quiet", *flags]) == 0
+        assert ("i01" in set(pd.read_csv(tmp_path / "out.csv").item)) != filtered
+
+
 def test_command_keeps_ids_as_they_are_written(tmp_path):
     frame = ring(users=60)
     frame["item"] = frame.item.str.replace("i", "")  # "00" … "23": text that looks like numbers
@@ -710,7 +906,11 @@ def test_full_disk_leaves_the_earlier_recommendations(tmp_path, monkeypatch, suf
     (["in.csv", "-o", "in.csv/out.csv"], "cannot be written"),
     (["in.csv", "-o", "out.csv", "--model", "in.csv"], "truncated or not a safetensors file"),
     (["in.csv", "-o", "out.csv", "--model", "m", "--save", "n"], "give one of them"),
-    (["in.csv", "-o", "out.csv", "--model", "m", "--keep-seen", "--plain", "--epochs", "3", "--seed", "0"], "trains nothing: leave out --plain, --keep-seen, --epochs, --seed"),
+    (["in.csv", "-o", "out.csv", "--model", "m", "--keep-seen", "--plain", "--epochs", "3", "--refit", "--seed", "0"], "trains nothing: leave out --plain, --epochs, --refit, --seed"),
+    (["in.csv", "-o", "out.csv", "--candidates", "nothing.csv"], "no file 'nothing.csv'"),
+    (["in.csv", "-o", "out.csv", "--candidates", "other.csv"], r"--candidates 'other.csv' has no column 'item', it has \['what'\]"),
+    (["in.csv", "-o", "out.csv", "--candidates", "unknown.csv"], r"candidates: 1 of 2 items the model does not know \('i99'\): give unknown"),
+    (["in.csv", "-o", "out.csv", "--candidates", "numbers.csv"], r"candidates: 2 of 2 items the model does not know \('3', '4'\)"),
     (["in.csv", "-o", "/proc/out.csv"], "'/proc/out.csv' cannot be written"),
     (["in.csv", "-o", "out.csv", "--save", "/proc/new/m.safetensors"], "'/proc/new/m.safetensors' cannot be written"),
     (["in.csv", "-o", "out.csv", "--save", "/dev/null"], "'/dev/null' cannot be written: it is a device"),
@@ -719,6 +919,9 @@ def test_full_disk_leaves_the_earlier_recommendations(tmp_path, monkeypatch, suf
 ])  # fmt: skip
 def test_command_refuses_before_training(tmp_path, capsys, monkeypatch, arguments, message):
     ring(users=40).to_csv(tmp_path / "in.csv", index=False)
+    for name, text in {"other": "what\ni01\n", "unknown": "item\ni01\ni99\n", "numbers": "item\n3\n4\n"}.items():
+        (tmp_path / f"{name}.csv").write_text(text)
+    monkeypatch.setattr(module, "fit", lambda *_, **__: pytest.fail("it was trained"))
     monkeypatch.chdir(tmp_path)
     assert cli.main(["recommend", *arguments, "--quiet"]) == 2
     assert re.search(message, capsys.readouterr().err)
