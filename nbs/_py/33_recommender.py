@@ -1496,7 +1496,7 @@ losses
 recommender.calibration().slopes.round(3)
 
 # %% [markdown]
-# Smaller is better. Over the same rate for all, the log precision alone gains two thirds of what sharpness gains, and the two together gain more than either. Do not lean on it: the posterior precision was trained for its effect on means and never asked to forecast hits, so what it is worth changes from training to training
+# Smaller is better. Over the same rate for all, the log precision alone gains six tenths of what sharpness gains, and the two together gain more than either. Do not lean on it: the posterior precision was trained for its effect on means and never asked to forecast hits, so what it is worth changes from training to training
 # (on the real data below it adds next to nothing). Sharpness carried most of the confidence every time we looked. **[D]**
 #
 # ### Why these?
@@ -1528,7 +1528,7 @@ torch.testing.assert_close(layer.self_attn.out_proj(torch.einsum("hj,jhk->hk", w
 # %% [markdown]
 # ### Only what is in stock
 #
-# Half of the books are sold out. The lists are the same without them; the confidence is the probability that the next choice is on a list of ten *that are there*, so it is lower, and it is as true as before:
+# Half of the books are sold out. The lists keep their order, and others move up; the confidence is the probability that the next choice is on a list of ten *that are there*, so it is lower, and it is as true as before:
 
 # %%
 stock = recommender.item_ids[::2]
