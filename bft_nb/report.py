@@ -103,7 +103,8 @@ def contrast(
         raise ValueError(f"a contrast needs users in the group and users outside it, got group {group!r} of {', '.join(map(str, np.unique(strata)))}")
     values = torch.stack([metric(x).mean(0) for x in (a, b)], 1).numpy()
     rng = np.random.default_rng(0)
-    return _difference(*(_gain(_resampled(values[part], rng)) for part in (inside, ~inside)), len(strata))
+    ours, others = (_gain(_resampled(values[part], rng)) for part in (inside, ~inside))
+    return _difference(ours, others, len(strata))
 
 
 def growth(
@@ -136,7 +137,8 @@ def _gain(means: np.ndarray) -> np.ndarray:
 def _difference(first: np.ndarray, second: np.ndarray, n: int) -> Estimate:
     "Of the users as they are, with the middle 95 % of the resamples."
     value, *drawn = first - second
-    return Estimate(float(value), *map(float, np.quantile(drawn, [0.025, 0.975])), n)
+    low, high = np.quantile(drawn, [0.025, 0.975])
+    return Estimate(float(value), float(low), float(high), n)
 
 
 def _paired(
