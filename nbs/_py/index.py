@@ -60,7 +60,7 @@ gain * 2.0, precision + observed
 # | IV. Language | 40–43 | How does a pretrained Llama become a filter without forgetting, how is it taught from noisy answers, and what do gates and attention sinks have to do with it? |
 # | V. Experiments | | Does it help, where, and does the learned precision mean anything? |
 #
-# What came of it stands on one page: [What holds?](experiments/claims.ipynb) The experiments on language models are not finished yet: their pages run, and show the rows that are stored.
+# What came of it stands on one page: [What holds?](experiments/claims.ipynb) The experiments on fine-tuned language models are not finished yet: their pages show the first rows.
 #
 # ## How to read
 #

@@ -231,7 +231,7 @@ plain, whole = (speed[speed["bft"] == bft].set_index(["model", "dataset", "negat
 #
 # **3. The order: in SASRec and BERT4Rec yes, in HSTU no.** The rarest quarter gets a higher $\tau$ and a lower gain than the most popular one in SASRec on every set (on MovieLens by a hair, and not in between) and, in the first layer, in BERT4Rec on the sparse ones; in HSTU the first layer's gain is near one on sparse sets and ordered the other way. The size of $K$ depends on learning rate, dropout and seed, so .77 is not a number of nature. And the order does not bring the benefit for rare items that it was to explain.
 #
-# **4 and 5. Not run yet.** The pages and their grids are there; rows of SmolLM2 on noisy answers and among distractors are to come.
+# **4 and 5. Not settled yet.** The first cells of SmolLM2 are stored, the plain model and the filter on noisy labels at one learning rate and seed, where nothing shows; the rest of the two grids is to come.
 #
 # **6. Gates are flat; gains can follow, and need not.** Sigmoid gates, headwise or elementwise, in SmolLM2-135M-Instruct after forty steps and in small models from scratch, do not follow the length: their log-odds change by .00 per doubling. The filter's gain does, by .09 in SmolLM2, 85 % of it in the first third of the layers, and by .15 in a model from scratch at one learning rate, mostly in one layer; at twice the rate not at all. A learnt sink logit follows more steeply than either. Real sinks keep their share of the weight as the context grows, so their sample size stays small, as the paper's explanation needs; but the lower loss of the filter from scratch is matched by a plain model whose attention is multiplied by a constant ([attention sinks](attention_sinks.ipynb)).
 #
