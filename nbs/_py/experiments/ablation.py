@@ -100,7 +100,7 @@ table.fillna("").rename_axis(["data", "backbone", "options"])
 #| code-fold: true
 shown = [where for where in found if len(found[where]) > 1]
 every = sorted({options for where in shown for options in found[where]} - {"{}"})
-fig, axes = plt.subplots(1, len(shown), figsize=(1.5 * len(shown) + 1.6, 0.22 * len(every) + 0.8), squeeze=False, sharey=True)
+fig, axes = plt.subplots(1, len(shown), figsize=(1.5 * len(shown) + 1.6, 0.22 * len(every) + 0.8), squeeze=False, sharey=True, dpi=100)
 for ax, where in zip(axes[0], shown):
     for options in set(found[where]) & set(every):
         d = compare(found[where][options], found[where]["{}"])["all"]

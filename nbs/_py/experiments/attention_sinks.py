@@ -24,13 +24,11 @@
 study = "scratch"  # "pretrained": as it is; "tuned": after some steps on running text, all weights; "scratch": from random weights
 model = "tiny"  # pretrained, tuned: "smollm2", an id of the hub, a folder; scratch: "small" (5.6 million parameters); "tiny" fits all
 method = "bft"  # "sft" (plain), "headwise", "elementwise", "sink" (learnt logits) or "bft"
-start = "letter"  # of the filter: "letter" (both β at 1, the paper's), "no gain" (K stays 1) or "shipped" (chapter 40's, which leaves a pretrained model what it is)
-damping = 1.0  # of the plain model: a factor on what attention writes into the residual, a gain that knows nothing
+start = "letter"  # of the filter: "letter" (both β at 1, the paper's), "no gain" (K stays 1), "shipped" (chapter 40's, leaves a pretrained model what it is); of the plain model: "damped" (a constant gain)
 text = "lookup"  # or "qa": contexts of four sets to learn from, of squad_v1.1_dev to be measured on
 length = 128  # tokens of a text, BOS included; one pass measures all lengths up to it
 windows = 4  # texts that are measured
 steps = 20  # none where the study is "pretrained"
-batch_size = 2
 lr = 3e-3  # at its highest
 precision_lr = 0.0  # of what only a filter or a gate has; 0: `lr`
 seed = 0
@@ -70,13 +68,15 @@ from bft_nb.training import resolve_device
 use_style()
 SHAPES = {"tiny": dict(d=64, n_layers=2), "small": dict(d=256, n_layers=8)}  # of a model from scratch: 4 heads, 2 of keys
 VOCABULARY = {"tiny": 512, "small": 4096}
+DAMPING = 0.3  # of a damped plain model: a factor on what attention writes into the residual, a gain that knows nothing
 STARTS = {"letter": dict(beta_a=1.0, beta_g=1.0), "no gain": dict(beta_a=1.0, beta_g=0.0), "shipped": {}}
-for name, value, allowed in (("study", study, ("pretrained", "tuned", "scratch")), ("method", method, ARMS), ("start", start, STARTS), ("text", text, ("lookup", "qa"))):
+for name, value, allowed in (("study", study, ("pretrained", "tuned", "scratch")), ("method", method, ARMS), ("start", start, (*STARTS, "damped")), ("text", text, ("lookup", "qa"))):
     check_option(name, value, allowed)
 if study == "scratch":
     check_option("model", model, SHAPES)
-if not 0 < damping <= 1 or (damping < 1 and method != "sft"):
-    raise ValueError(f"damping must be above 0 and at most 1, and 1 for all methods but 'sft', got {damping} for {method!r}")
+damped = start == "damped"
+if damped and method != "sft":
+    raise ValueError(f"start 'damped' is of the plain model, method 'sft', got method {method!r}")
 if store and (model == TINY or text == "lookup"):
     raise ValueError("rows of the tiny model and of made-up sentences are not stored: choose model and text, or store=false")
 place = resolve_device(device)
@@ -104,14 +104,15 @@ pd.DataFrame({part: {"paragraphs": len(texts), "tokens": len(tokens), "different
 # %% [markdown]
 # ## One cell
 #
-# A filter's scales are calibrated on eight texts that are learnt from. A model from scratch has nothing to lose, so its filter starts with the equations to the letter. Two more arms take it apart: a filter without a gain, and a plain model with a constant one (`damping`), the null.
+# A filter's scales are calibrated on eight texts that are learnt from. A model from scratch has nothing to lose, so its filter starts with the equations to the letter. Two more arms take it apart: a filter without a gain, and a plain model with a constant one (damped), the null.
 
 # %%
 params = dict(study=study, method=method, length=length, windows=windows, dtype=dtype)
 if method == "bft":
     params["start"] = start
-if damping < 1:
-    params["damping"] = damping
+if damped:
+    params["damping"] = DAMPING
+batch_size = 2
 if study != "pretrained":
     params |= dict(steps=steps, batch_size=batch_size, lr=lr)
     if METHODS[method].added:
@@ -126,9 +127,9 @@ torch.manual_seed(seed)
 lm = converted(lm, method, **filtering).to(place)
 if filtering:
     calibrate(lm, {"input_ids": spread(cut["to learn from"], 8)[:, :512].to(place)})
-if damping < 1:
+if damped:
     for layer in lm.model.layers:
-        layer.self_attn.o_proj.register_forward_hook(lambda linear, args, out: damping * out)
+        layer.self_attn.o_proj.register_forward_hook(lambda linear, args, out: DAMPING * out)
 pd.Series({"model": title(model) if study != "scratch" else f"{model} Llama", "parameters": f"{lm.num_parameters():,}", "of a filter or gates": f"{added_parameters(lm, method):,}", "method": METHODS[method].title}).to_frame("")
 
 # %%
@@ -377,7 +378,7 @@ plt.show()
 #| code-fold: true
 at = int(np.abs(plain["high"] - 1024).argmin())
 m = torch.linspace(0.01, 0.995, 200)
-fig, axes = plt.subplots(2, 2, figsize=(6.4, 4.4), sharex=True)
+fig, axes = plt.subplots(2, 2, figsize=(6.4, 4.4), sharex=True, dpi=90)
 (size, spread), (claims, precision) = axes
 dots = dict(s=4, color=COLOUR["posterior"], linewidths=0)
 lines = dict(color=COLOUR["truth"], linewidth=1)
@@ -475,7 +476,7 @@ tried = choose(sink_rows(source, any_lr or budgets), split="bos")
 if "lr" in tried:
     tried = tried[tried["metric"].isin(["loss", "slope.gain_odds"])]
     tried = tried.pivot_table(index=["metric", "arm"], columns="lr", values="value", sort=False).sort_index(axis=1).sort_index(level="metric", sort_remaining=False)
-tried.round(3).fillna("") if "lr" in tried.columns.names else "no rows yet"
+tried.map(lambda x: "" if math.isnan(x) else f"{x:.3f}") if "lr" in tried.columns.names else "no rows yet"
 
 
 # %%
@@ -497,7 +498,7 @@ def draw_length(upper: plt.Axes, lower: plt.Axes, of: str) -> None:
 #| code-fold: true
 shown = [of for of in BUDGETS if cells(of)]
 lengths = 2 ** np.arange(6, 11)
-fig, axes = plt.subplots(2, len(shown), figsize=(1.9 * len(shown) + 0.6, 3.3), squeeze=False, sharex=True)
+fig, axes = plt.subplots(2, len(shown), figsize=(1.9 * len(shown) + 0.6, 3.3), squeeze=False, sharex=True, dpi=100)
 for (upper, lower), of in zip(axes.T, shown):
     draw_length(upper, lower, of)
     lower.plot(lengths, np.log2(lengths / 64), color=COLOUR["prior"], linewidth=0.6)
@@ -547,7 +548,7 @@ pd.DataFrame({key: summary(frame) for key, frame in layers.items()}).T.fillna(""
 #| label: fig-layers
 #| fig-cap: "Layer by layer, BOS in front: mass on the first token at the longest context, and the change of log₂ n and of the log-odds of gate or gain per doubling of the length. Above SmolLM2, pretrained (thin) and after fine-tuning; below the models from scratch, without the sink logit."
 #| code-fold: true
-fig, axes = plt.subplots(2, 3, figsize=(6.4, 3.8))
+fig, axes = plt.subplots(2, 3, figsize=(6.4, 3.8), dpi=72)
 for (of, arm), frame in layers.items():
     name = method_of(arm)
     style = dict(color=COLOUR[ROLES[name]], linestyle=STYLES[name], linewidth=0.8 if of == "pretrained" else 1.4)
