@@ -69,6 +69,7 @@ use_style()
 SHAPES = {"tiny": dict(d=64, n_layers=2), "small": dict(d=256, n_layers=8)}  # of a model from scratch: 4 heads, 2 of keys
 VOCABULARY = {"tiny": 512, "small": 4096}
 DAMPING = 0.3  # of a damped plain model: a factor on what attention writes into the residual, a gain that knows nothing
+batch_size = 2
 STARTS = {"letter": dict(beta_a=1.0, beta_g=1.0), "no gain": dict(beta_a=1.0, beta_g=0.0), "shipped": {}}
 for name, value, allowed in (("study", study, ("pretrained", "tuned", "scratch")), ("method", method, ARMS), ("start", start, (*STARTS, "damped")), ("text", text, ("lookup", "qa"))):
     check_option(name, value, allowed)
@@ -112,7 +113,6 @@ if method == "bft":
     params["start"] = start
 if damped:
     params["damping"] = DAMPING
-batch_size = 2
 if study != "pretrained":
     params |= dict(steps=steps, batch_size=batch_size, lr=lr)
     if METHODS[method].added:
@@ -290,15 +290,15 @@ def table(study: str, split: str = "bos") -> pd.DataFrame:
     for key, values in cells(study, split).items():
         inside = "gate_odds" if "slope.gate_odds" in values else "gain_odds"
         mass = curve(values, "mass")
-        lines[key] = {"loss": f"{values['loss']:.3f}", "sink rate": f"{values['sink_rate']:.2f}", "mass, longest": f"{mass.iloc[-1]:.2f}", "n, longest": f"{curve(values, 'n_eff').iloc[-1]:.1f}"}
-        lines[key] |= {"log₂ n": signed(values, "n_eff"), "log₂ odds of gate or gain": signed(values, inside), "same tokens": signed(values, inside, "same.")}
+        lines[key] = {"loss": f"{values['loss']:.3f}", "sink rate": f"{values['sink_rate']:.2f}", "mass at end": f"{mass.iloc[-1]:.2f}", "n at end": f"{curve(values, 'n_eff').iloc[-1]:.1f}"}
+        lines[key] |= {"log₂ n": signed(values, "n_eff"), "log₂ odds": signed(values, inside), "same tokens": signed(values, inside, "same.")}
     return pd.DataFrame(lines or {"no rows yet": {}}).T
 
 
 # %% [markdown]
 # ### Sinks of a pretrained model
 #
-# With BOS in front, and without; slopes are per doubling of the length, with 95 % bootstrap intervals over texts, the last of the same 64 tokens behind contexts of growing length. The filter is at the start that chapter 40 ships, calibrated, not trained.
+# With BOS in front, and without; slopes are per doubling of the length, with 95 % bootstrap intervals over texts: of $\log_2 n$, of the $\log_2$ odds of gate or gain, and of these for the same 64 tokens behind contexts of growing length. The filter is at the start that chapter 40 ships, calibrated, not trained.
 
 # %%
 pd.concat({split: table("pretrained", split) for split in ("bos", "no bos")})
@@ -412,9 +412,9 @@ plt.show()
 high, closed = plain["high"], plain["mass"][..., at] > 0.3
 mass, keys = plain["mass"][closed], np.minimum(0.75 * high, high - 1)  # the middle of a bin
 weight = mass * keys / (1 - mass)
-model = (weight[:, [at]] / (weight[:, [at]] + keys)).mean(0)
-names = {f"mass of {closed.sum()} sinks": mass.mean(0).round(2), "by (43.6)": model.round(2), "c [keys], median": np.median(weight, 0).round(), f"mass of {(~closed).sum()} others": plain["mass"][~closed].mean(0).round(2)}
-pd.DataFrame(names, index=high).T if closed.any() else "no sinks"
+modelled = (weight[:, [at]] / (weight[:, [at]] + keys)).mean(0)
+columns = {f"mass of {closed.sum()} sinks": mass.mean(0).round(2), "by (43.6)": modelled.round(2), "c [keys], median": np.median(weight, 0).round(), f"mass of {(~closed).sum()} others": plain["mass"][~closed].mean(0).round(2)}
+pd.DataFrame(columns, index=pd.Index(high, name="queries up to")) if closed.any() else "no sinks"
 
 
 # %% [markdown]
