@@ -444,7 +444,7 @@ pd.DataFrame({name: {"sinks": spread_of(x[closed]), "others": spread_of(x[~close
 # %% [markdown]
 # **Reading.** Half of the heads of SmolLM2-135M-Instruct are sinks, all of them beyond the first third of the layers, and of whatever token comes first: with BOS or without, half of the heads hold more than .3 of their weight there, at every length from 64 on. The first token's value is nearly zero in the sinks, a twenty-fifth of the others' in the median.
 #
-# *Their mass does not do what a logit that stands still would do.* By (43.6) a sink that holds .53 at 1,024 would have held .94 at 64; it held .62. In keys, the weight of a sink grows with the context, from 81 to 1,693 in the median; the odds of $1 - m$ double not with each doubling of the length but with every fourteenth. A sink of a pretrained model keeps its *share* **[ours]**. So it is hardly a gate that follows the length, though (43.1) holds: it caps $n$ for good. In the median sink $n$ grows by .04 of a doubling per doubling of the length, in the other heads by .24. And so does what the paper's argument needs: $\lambda_{\text{obs}}$ of a sink grows by .03, of the others by .28.
+# *Their mass does not do what a logit that stands still would do.* By (43.6) a sink that holds .53 at 1,024 would have held .94 at 64; it held .62. In keys, the weight of a sink grows with the context, from 81 to 1,693 in the median; the odds of $1 - m$ double not with each doubling of the length but with every fourteenth. A sink of a pretrained model keeps its *share*. So it is hardly a gate that follows the length, though (43.1) holds: it caps $n$ for good. In the median sink $n$ grows by .04 of a doubling per doubling of the length, in the other heads by .24. And so does what the paper's argument needs: $\lambda_{\text{obs}}$ of a sink grows by .03, of the others by .28.
 #
 # *The sink is not the whole reason.* Without the first token (dashed) $n$ grows by .30 instead of .24 in the mean over all heads: other weights gather on few keys, too. The heads lie where chapter 43's formulas put them, no dot above $1/m^2$; most sinks lie to the left of the point from which closing makes surer, with a precision near the lowest that (43.3) allows.
 #
@@ -517,7 +517,7 @@ plt.show()
 #
 # A learnt sink logit's odds rise with a slope of more than 1, which is what (43.6) gives to logits that stand still: the best matches of a longer context are better. By then the logit holds next to no mass.
 #
-# **The filter's loss is .55 below that of the plain model, and the null's is lower still.** Precision in the weights without a gain (*no gain*) does nothing for the loss; a constant factor of .3 on what attention writes does all of it, and a little more than the filter. The rate is not the reason either: the plain model at its best of three stays .55 above. So at this size and budget the filter learns faster because its update is smaller, not because it knows which update to trust **[ours]**.
+# **The filter's loss is .55 below that of the plain model, and the null's is lower still.** Precision in the weights without a gain (*no gain*) does nothing for the loss; a constant factor of .3 on what attention writes does all of it, and a little more than the filter. The rate is not the reason either: the plain model at its best of three stays .55 above. So at this size and budget the filter learns faster because its update is smaller, not because it knows which update to trust.
 #
 # ### Layer by layer
 #
