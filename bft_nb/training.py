@@ -204,11 +204,17 @@ def resolve_device(device: str) -> torch.device:
     return torch.device(device)
 
 
-def history_rows(histories: Any, rows: Int[np.ndarray, " b"], max_length: int | None = None) -> Int[Tensor, "b t"]:
-    "Histories as a right-padded tensor; all of each, or its most recent `max_length` items."
+def history_rows(histories: Any, rows: Int[np.ndarray, " b"]) -> Int[Tensor, "b t"]:
+    "Whole histories as a right-padded tensor."
     offsets, items = np.asarray(histories.offsets), np.asarray(histories.items)
-    limit = max_length or max(int(np.diff(offsets).max(initial=1)), 1)
-    return torch.from_numpy(pad_rows(offsets, items, rows, limit))
+    return torch.from_numpy(pad_rows(offsets, items, rows, int(np.diff(offsets).max(initial=1))))
+
+
+def model_inputs(model: nn.Module, histories: Any, rows: Int[np.ndarray, " b"]) -> tuple[Int[Tensor, "b t"], ...]:
+    "What a model reads of some histories: their most recent `max_length` items, right-padded, and the times of these if it has use for them. Raises as `times_of`."
+    times, offsets = times_of(histories, model), np.asarray(histories.offsets)
+    read = [np.asarray(histories.items)] + ([] if times is None else [times])
+    return tuple(torch.from_numpy(pad_rows(offsets, values, rows, model.max_length)) for values in read)
 
 
 @torch.no_grad()
@@ -231,18 +237,16 @@ def evaluate(
     place = next(model.parameters()).device
     targets = torch.as_tensor(np.asarray(examples.targets)).long()
     order = np.argsort(np.diff(np.asarray(examples.histories.offsets)), kind="stable")
-    found, times = torch.empty(len(targets), dtype=torch.int64), times_of(examples.histories, model)
+    found = torch.empty(len(targets), dtype=torch.int64)
     training = model.training
     model.eval()
     try:
         for start in range(0, len(order), batch_size):
             rows = order[start : start + batch_size]
-            seen = history_rows(examples.histories, rows)
-            read = [seen_to_input(seen, model.max_length).to(place)]
-            if times is not None:
-                read.append(torch.from_numpy(pad_rows(np.asarray(examples.histories.offsets), times, rows, model.max_length)).to(place))
+            read = (values.to(place) for values in model_inputs(model, examples.histories, rows))
             scores = model.scores(model.last(*read)).float()
-            found[rows] = ranks(scores, targets[rows].to(place), seen.to(place) if filter_seen else None).cpu()
+            seen = history_rows(examples.histories, rows).to(place) if filter_seen else None
+            found[rows] = ranks(scores, targets[rows].to(place), seen).cpu()
     finally:
         model.train(training)
     return found

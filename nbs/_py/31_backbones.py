@@ -224,11 +224,11 @@ def check_filter_options(
     layer: type[nn.Module] = BFTEncoderLayer,  # their class
 ) -> None:
     "Raise `TypeError` for options a plain model can't have, or that the filtering layer does not know."
-    if options and not bft:
-        raise TypeError(f"{', '.join(options)}: options of the filtering layers need bft=True")
     allowed = [p.name for p in inspect.signature(layer).parameters.values() if p.kind is p.KEYWORD_ONLY]
     if unknown := [name for name in options if name not in allowed]:
         raise TypeError(f"unknown option {unknown[0]!r} (allowed: {', '.join(allowed)})")
+    if options and not bft:
+        raise TypeError(f"{', '.join(options)}: options of the filtering layers need bft=True")
 
 
 # %% [markdown]
@@ -1136,7 +1136,7 @@ one.n_eff[0, :, 0].detach(), bool(torch.isfinite(one.observation.precision).all(
 # %% [markdown]
 # ## Assumptions, and where they break
 #
-# - Time enters SASRec and BERT4Rec only as order: a pause of a minute and one of a year look alike. HSTU can take the times, where there are any.
+# - Time enters SASRec and BERT4Rec only as order: a pause of a minute and one of a year look alike. HSTU reads the times if it is given `time_buckets` and the data have them.
 # - The positions are learned, so a model trained on short histories has never seen the later ones.
 # - BERT4Rec is trained on blanks anywhere and asked at the end. A state of one of its *items* is not a prediction of the next one; only the mask's is.
 # - HSTU keeps the relevances of all pairs in memory, $B H T^2$ numbers, and its filtering form some more: at $T = 200$ and 128 histories of two heads, 41 MB for each such table. A blocked form, as chapter 20 has for softmax, is possible and not done.

@@ -66,7 +66,7 @@ stored = study_rows()
 
 def variants(dataset: str, backbone: str) -> dict[str, pd.DataFrame]:
     "All stored variants of the filter at its tuned settings, by their options."
-    rows = choose(stored, dataset=dataset, model=backbone, thin=1.0, bft=True, **tuned(stored, backbone, "filter", dataset))
+    rows = choose(stored, dataset=dataset, model=backbone, thin=1.0, bft=True, time_buckets=None, **tuned(stored, backbone, "filter", dataset))
     return {options: cell(stored, dataset, backbone, json.loads(options)) for options in sorted(rows["options"].unique(), key=lambda o: (o != "{}", o))}
 
 
