@@ -252,15 +252,6 @@ def evaluate(
     return found
 
 
-def seen_to_input(seen: Int[Tensor, "b s"], max_length: int) -> Int[Tensor, "b t"]:
-    "The most recent `max_length` items of right-padded histories."
-    if seen.shape[1] <= max_length:
-        return seen
-    length = (seen != 0).sum(1, keepdim=True)
-    index = (length - max_length).clamp(min=0) + torch.arange(max_length)
-    return seen.gather(1, index)
-
-
 # ---- training --------------------------------------------------------------------------------------------------
 
 
