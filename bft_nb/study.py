@@ -1,6 +1,6 @@
 """What the pages of the recommendation study share: which stored rows make a cell, and what was chosen for them.
 
-A cell is a data set, a backbone and a kind of layer (`ARMS`, or other options of the layers) at the budget of the
+A cell is a data set, a backbone and a kind of layer (`ARMS`, or other options of the filtering layer) at the budget of the
 study; several seeds of it may be stored. Its dropout and learning rate are those that did best on the validation items of `tuned_on`.
 """
 
@@ -19,8 +19,8 @@ from bft_nb.results import canonical, load_history
 __all__ = ["ARMS", "BACKBONE_OPTIONS", "BUDGET", "DATASETS", "HISTORIES", "cell", "epochs", "history_strata", "metrics", "study_rows", "tuned", "tuned_on", "tuning"]
 
 DATASETS = ("beauty", "sports", "toys", "instruments", "yelp", "ml1m")
-ARMS: dict[str, dict[str, Any]] = {  # the kinds of layer: filtering unless `bft` says otherwise, and their options
-    "plain": {"bft": False},
+ARMS: dict[str, dict[str, Any]] = {  # the kinds of layer: options of the filtering layer, none for the plain one
+    "plain": {},
     "null": {"kriging": False, "kalman": False},  # the filtering layer with its filter switched off
     "filter": {},
 }
@@ -54,17 +54,12 @@ def study_rows(folder: Path | None = None) -> pd.DataFrame:
     return rows.assign(options=[_options(p) for p in rows["params"]])
 
 
-def _arm(backbone: str, arm: str | Mapping[str, Any]) -> dict[str, Any]:
-    "What distinguishes the rows of an arm; a mapping is as one of `ARMS`."
+def _arm(backbone: str, arm: str | Mapping[str, Any], options: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    "What distinguishes the rows of an arm; a mapping is options of the filtering layer. `options` come on top of the arm's own."
     if isinstance(arm, str):
         check_option("arm", arm, ARMS)
-    options = {"bft": True, **BACKBONE_OPTIONS.get(backbone, {}), **(ARMS[arm] if isinstance(arm, str) else arm)}
-    return {"model": backbone, "bft": options.pop("bft"), "options": canonical(options)}
-
-
-def _tuned_as(arm: str | Mapping[str, Any]) -> str:
-    "The arm whose dropout and learning rate an arm has: its own if it is one of `ARMS`, else the plain layer's or the filter's."
-    return arm if isinstance(arm, str) else "filter" if arm.get("bft", True) else "plain"
+    own = ARMS[arm] if isinstance(arm, str) else arm
+    return {"model": backbone, "bft": arm != "plain", "options": canonical({**BACKBONE_OPTIONS.get(backbone, {}), **own, **(options or {})})}
 
 
 def tuning(rows: pd.DataFrame, backbone: str, arm: str, dataset: str = "beauty") -> pd.DataFrame:
@@ -91,19 +86,20 @@ def cell(
     rows: pd.DataFrame,  # from `study_rows`
     dataset: str,
     backbone: str,
-    arm: str | Mapping[str, Any] = "filter",  # "plain", "null", "filter", or options of the layers: of filtering ones unless they hold bft=False
+    arm: str | Mapping[str, Any] = "filter",  # "plain", "null", "filter", or options of the filtering layer
     thin: float = 1.0,
-    **settings: float,  # dropout and lr; default: as tuned for this arm (for options: as for the filter, or for the plain layer)
+    options: Mapping[str, Any] | None = None,  # of the model, on top of the arm's own: {"norm_first": False}, …; an arm is tuned without them
+    **settings: float,  # dropout and lr; default: as tuned for this arm (for a mapping: as for the filter)
 ) -> pd.DataFrame:  # all seeds; empty if there is none
     "The stored rows of a cell; none for an arm that has not been tuned. `ValueError` for one of the settings without the other."
     if settings and set(settings) != {"dropout", "lr"}:
         raise ValueError(f"settings must be dropout and lr, or neither, got {', '.join(settings)}")
     if not settings:
-        tried = tuning(rows, backbone, _tuned_as(arm), tuned_on(dataset, backbone))
+        tried = tuning(rows, backbone, arm if isinstance(arm, str) else "filter", tuned_on(dataset, backbone))
         if tried.empty:
             return rows.iloc[:0]
         settings = _best(tried)
-    return choose(rows, dataset=dataset, thin=thin, **settings, **_arm(backbone, arm))
+    return choose(rows, dataset=dataset, thin=thin, **settings, **_arm(backbone, arm, options))
 
 
 def metrics(rows: pd.DataFrame, split: str = "test") -> pd.DataFrame:

@@ -92,6 +92,21 @@ def test_a_cell_is_all_seeds_of_one_setting_and_nothing_else(folder):
         study.cell(rows, "beauty", "sasrec", "best", dropout=0.5, lr=0.003)
 
 
+def test_an_arm_takes_options_on_top_of_its_own(folder):
+    post = {"norm_first": False}
+    for bft, more in [(False, {}), (True, {"dropout": 0.3}), (True, {"kriging": False, "kalman": False})]:
+        store(folder, bft=bft, valid=0.07, **more, **post)
+    store(folder, model="bert4rec", epochs=60, valid=0.07, mask_probability=0.3, last_probability=0.5, **post)
+    rows = study.study_rows(folder)
+    for arm in study.ARMS:
+        named = json.loads(study.cell(rows, "beauty", "sasrec", arm, options=post)["params"].iloc[0])
+        assert named["norm_first"] is False and named["bft"] == (arm != "plain") and ("kalman" in named) == (arm == "null")
+        assert study.cell(rows, "beauty", "sasrec", arm)["value"].max() < 0.07 and study.cell(rows, "beauty", "sasrec", arm, options={"n_layers": 1}).empty
+    of_null = study.cell(rows, "beauty", "sasrec", {**study.ARMS["null"], **post}, dropout=0.5, lr=0.003)
+    assert len(of_null) and of_null.equals(study.cell(rows, "beauty", "sasrec", "null", options=post))
+    assert len(study.cell(rows, "beauty", "bert4rec", options=post, dropout=0.5, lr=0.003)) and study.cell(rows, "beauty", "bert4rec", options=post).empty
+
+
 def test_users_are_told_apart_by_their_histories(folder):
     rows = study.study_rows(folder)
     found = compare(study.cell(rows, "beauty", "sasrec"), study.cell(rows, "beauty", "sasrec", "plain"), folder=folder, groups=study.history_strata)
@@ -127,14 +142,13 @@ def test_the_study_refuses_times_that_nothing_reads_or_holds(monkeypatch):
 
 
 def test_a_plain_layer_with_options_is_a_cell_at_the_settings_of_the_plain_layer(folder):
-    timed = {"bft": False, "time_buckets": 128}
+    timed = {"time_buckets": 128}
     for dropout, bft in ((0.5, False), (0.3, True)):  # as each of the two was tuned
-        store(folder, dropout=dropout, bft=bft, time_buckets=128)
+        store(folder, dropout=dropout, bft=bft, **timed)
     rows = study.study_rows(folder)
-    of_plain, of_filter = study.cell(rows, "beauty", "sasrec", timed), study.cell(rows, "beauty", "sasrec", {"time_buckets": 128})
+    of_plain, of_filter = study.cell(rows, "beauty", "sasrec", "plain", options=timed), study.cell(rows, "beauty", "sasrec", timed)
     assert set(of_plain["bft"]) == {False} and set(of_plain["dropout"]) == {0.5} and set(of_filter["bft"]) == {True} and set(of_filter["dropout"]) == {0.3}
-    assert study.cell(rows, "beauty", "sasrec", "plain")["params"].equals(study.cell(rows, "beauty", "sasrec", {"bft": False})["params"])
-    assert not study.cell(rows, "beauty", "sasrec", "plain")["options"].str.contains("time").any() and timed == {"bft": False, "time_buckets": 128}
+    assert not study.cell(rows, "beauty", "sasrec", "plain")["options"].str.contains("time").any() and timed == {"time_buckets": 128}
 
 
 def test_relative_differences_and_another_set_of_ranks(folder):

@@ -23,7 +23,7 @@ dataset = "synthetic"  # a name of the registry, chapter 30
 backbone = "sasrec"  # or "bert4rec", "hstu"
 bft = True  # filtering layers?
 seed = 0
-options = "{}"  # more arguments of the model, as JSON: {"kalman": false}, {"precision": "mlp"}, {"precision_init": "frequency"}, {"n_layers": 1}, {"time_buckets": 128} (hstu), …
+options = "{}"  # more arguments of the model, as JSON: {"kalman": false}, {"precision": "mlp"}, {"precision_init": "frequency"}, {"norm_first": false}, {"time_buckets": 128} (hstu), …
 thin = 1.0  # share of the earlier events that training sees
 d = 64
 dropout = 0.5
@@ -219,18 +219,25 @@ def profile() -> dict[str, tuple[float, int]]:
 
 
 # %%
+def listened() -> tuple[list, list, list]:
+    "Modules that are given each layer's h, that are given its h', and those that put out the next layer's h (post-norm, where nothing is given it)."
+    layers = model.encoder.layers
+    first, second = [layer.norm1 for layer in layers], [layer.norm2 for layer in layers]
+    if not chosen.get("norm_first", True):
+        return [model.encoder], first, second[:-1]
+    return first, [*first[1:], model.encoder.norm] if backbone == "hstu" else second, []  # HSTU's layer is attention alone
+
+
 def moves(*read: torch.Tensor) -> dict[str, torch.Tensor]:
     "Length of each layer's residual update relative to its input, at each position."
-    layers, seen = model.encoder.layers, {}
-    before = [layer.norm1 for layer in layers]
-    after = [*before[1:], model.encoder.norm] if backbone == "hstu" else [layer.norm2 for layer in layers]  # HSTU's layer is attention alone
+    (before, after, ahead), seen = listened(), {}
     hooks = [
-        norm.register_forward_pre_hook(lambda _, args, key=(end, i): seen.__setitem__(key, args[0]))
-        for end, norms in (("before", before), ("after", after)) for i, norm in enumerate(norms)
-    ]  # fmt: skip
+        module.register_forward_pre_hook(lambda _, args, key=(end, i): seen.__setitem__(key, args[0]))
+        for end, modules in (("before", before), ("after", after)) for i, module in enumerate(modules)
+    ] + [module.register_forward_hook(lambda _, args, out, key=("before", i): seen.__setitem__(key, out)) for i, module in enumerate(ahead, 1)]  # fmt: skip
     model(*read)
     for hook in hooks: hook.remove()
-    return {f"move.layer{i + 1}": (seen["after", i] - seen["before", i]).norm(dim=-1) / seen["before", i].norm(dim=-1) for i in range(len(layers))}
+    return {f"move.layer{i + 1}": (seen["after", i] - seen["before", i]).norm(dim=-1) / seen["before", i].norm(dim=-1) for i in range(len(after))}
 
 
 # %%
@@ -446,8 +453,8 @@ pd.DataFrame([{"backbone": name, "data": of, **beside(name, of, rows)} for name,
 # Test items: NDCG@10, mean over seeds, of a layer and of what it is compared with, and the difference in percent of the latter, paired by user, over the seeds that both have, with a 95 % bootstrap interval:
 
 # %%
-KINDS = {"plain": {"bft": False}, "filter": {}, "plain, times": {"bft": False, "time_buckets": 128}, "filter, times": {"time_buckets": 128}}
-of_kind = {kind: cell(stored, "beauty", "hstu", options) for kind, options in KINDS.items()}
+with_times = {"time_buckets": 128}
+of_kind = {f"{arm}{name}": cell(stored, "beauty", "hstu", arm, options=options) for arm in ("plain", "filter") for name, options in {"": None, ", times": with_times}.items()}
 by_times = {}
 for pair in (("plain, times", "plain"), ("filter, times", "filter"), ("filter, times", "plain, times")):
     if difference := lead(*(of_kind[kind] for kind in pair)):
