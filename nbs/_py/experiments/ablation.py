@@ -100,18 +100,18 @@ table.fillna("").rename_axis(["data", "backbone", "options"])
 
 # %%
 #| label: fig-ablation
-#| fig-cap: "NDCG@10 of each variant minus that of the filter as derived (bars: 95 % interval over users)."
+#| fig-cap: "NDCG@10 of each variant minus that of the filter as derived, in percent of the latter (bars: 95 % interval over users)."
 #| code-fold: true
 shown = [where for where in found if len(found[where]) > 1]
 every = sorted({options for where in shown for options in found[where]} - {"{}"})
 fig, axes = plt.subplots(1, len(shown), figsize=(1.5 * len(shown) + 1.6, 0.22 * len(every) + 0.8), squeeze=False, sharey=True, dpi=100)
 for ax, where in zip(axes[0], shown):
     for options in set(found[where]) & set(every):
-        d = compare(found[where][options], found[where]["{}"])["all"]
+        d = compare(found[where][options], found[where]["{}"], relative=True)["all"]
         ax.errorbar(d.mean, every.index(options), xerr=[[d.mean - d.low], [d.high - d.mean]], fmt="o", color=COLOUR["posterior"])
     ax.axvline(0, color="0.6", lw=1)
-    ax.set(title="\n".join(where), yticks=range(len(every)), yticklabels=[o.strip("{}").replace('"', "") for o in every], xlabel="Δ NDCG@10")
-    ax.locator_params(axis="x", nbins=3)
+    ax.set(title="\n".join(where), yticks=range(len(every)), yticklabels=[o.strip("{}").replace('"', "") for o in every], xlabel="Δ [%]")
+    ax.locator_params(axis="x", nbins=4, integer=True)
 plt.show()
 
 # %% [markdown]
