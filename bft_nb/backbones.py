@@ -108,11 +108,11 @@ def check_filter_options(
     layer: type[nn.Module] = BFTEncoderLayer,  # their class
 ) -> None:
     "Raise `TypeError` for options a plain model can't have, or that the filtering layer does not know."
-    if options and not bft:
-        raise TypeError(f"{', '.join(options)}: options of the filtering layers need bft=True")
     allowed = [p.name for p in inspect.signature(layer).parameters.values() if p.kind is p.KEYWORD_ONLY]
     if unknown := [name for name in options if name not in allowed]:
         raise TypeError(f"unknown option {unknown[0]!r} (allowed: {', '.join(allowed)})")
+    if options and not bft:
+        raise TypeError(f"{', '.join(options)}: options of the filtering layers need bft=True")
 
 # %% ../nbs/31_backbones.ipynb #7c24ff14
 def next_item(
@@ -301,12 +301,14 @@ class SASRec(Backbone):
         n_heads: int = 2,
         d_ff: int | None = None,  # width of the feed-forward network; None: as wide as `d`
         dropout: float = 0.3,  # on the embedding and inside the layers
+        norm_first: bool = True,  # pre-norm with a final norm; False: post-norm
         bft: bool = False,  # filtering layers in place of torch's
         precision: str = "item",  # where τ comes from: "item", "mlp" or "constant"; with `bft` only
         precision_init: float = 1.0,  # τ at the start; with `bft` only
         **options,  # further arguments of `BFTEncoderLayer`; with `bft` only
     ):
-        build = partial(filter_encoder if bft else plain_encoder, d, n_layers, n_heads, d if d_ff is None else d_ff, dropout, **options)
+        check_flag("norm_first", norm_first)
+        build = partial(filter_encoder if bft else plain_encoder, d, n_layers, n_heads, d if d_ff is None else d_ff, dropout, norm_first=norm_first, **options)
         super().__init__(build, n_items, max_length, d, n_layers, n_heads, d_ff, dropout, bft, precision, precision_init, options)
 
     def visible(self, items: Int[Tensor, "b t"], times: Int[Tensor, "b t"] | None) -> dict[str, Any]:

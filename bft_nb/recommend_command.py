@@ -9,7 +9,7 @@ from typing import Any
 from bft_nb.download import check_writable, written
 
 SUFFIXES = (".csv", ".parquet")  # of the file that comes out
-TRAINING = {"backbone": "backbone", "plain": "bft", "max_length": "max_length", "epochs": "max_epochs", "refit": "refit", "seed": "seed"}  # option -> argument of `Recommender`; `--keep-seen` is one of the training and of the recommendation
+TRAINING = {"backbone": "backbone", "plain": "bft", "max_length": "max_length", "epochs": "max_epochs", "refit": "refit", "seed": "seed", "time_buckets": "time_buckets"}  # option -> argument of `Recommender`; `--keep-seen` is one of the training and of the recommendation
 
 
 def arguments(p: argparse.ArgumentParser) -> None:
@@ -31,6 +31,7 @@ def arguments(p: argparse.ArgumentParser) -> None:
     training.add_argument("--backbone", help="a backbone of chapter 31 (default: sasrec)")
     training.add_argument("--plain", action="store_true", default=None, help="the plain backbone, without filtering layers")
     training.add_argument("--max-length", type=int, help="most recent items of a history that the model reads (default: 50)")
+    training.add_argument("--time-buckets", type=int, metavar="N", help="read the times of --timestamp too, by N intervals (128, say): --backbone hstu alone can (default: their order)")
     training.add_argument("--epochs", type=int, help="so many, of which the best is kept (default: 30, bert4rec 60)")
     training.add_argument("--refit", action="store_true", default=None, help="train once more on everything, the newest events included")
     training.add_argument("--seed", type=int, help="(default: 0)")

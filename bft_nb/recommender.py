@@ -6,13 +6,13 @@
 __all__ = ['SCORES_IN_MEMORY', 'MIN_CALIBRATION', 'LIBRARIES', 'STUDIED', 'CALIBRATION_USERS', 'FORMAT', 'sharpness',
            'Calibration', 'calibrate', 'confidence', 'Bin', 'reliability_bins', 'asked', 'user_state', 'chunks',
            'Chunk', 'score_chunk', 'Lists', 'top_lists', 'Known', 'barred', 'judge', 'calibration_at', 'confidence_by',
-           'own_ids', 'numbers_of', 'without_duplicates', 'last_choices', 'evenly', 'hold_back_last', 'from_mapping',
-           'UnknownItems', 'known_only', 'unknown_report', 'listed', 'competitors', 'library_of', 'to_frame',
-           'list_columns', 'given_histories', 'fitted_history', 'build', 'backbone_classes', 'grown', 'add_rows',
-           'new_ids', 'resembling', 'trained_items', 'as_unknown', 'beliefs', 'last_weights', 'effects', 'explanation',
-           'explained_item', 'explanation_columns', 'plot_explanation', 'with_defaults', 'model_arguments', 'trained',
-           'training_report', 'Learnt', 'learn', 'check_arguments', 'check_saved', 'state_tensors', 'history_tensors',
-           'saved_model', 'saved_histories', 'Recommender']
+           'own_ids', 'numbers_of', 'without_duplicates', 'reads_times', 'as_read', 'last_choices', 'evenly',
+           'hold_back_last', 'from_mapping', 'UnknownItems', 'known_only', 'unknown_report', 'listed', 'competitors',
+           'library_of', 'to_frame', 'list_columns', 'given_histories', 'history_of', 'build', 'backbone_classes',
+           'grown', 'add_rows', 'new_ids', 'resembling', 'trained_items', 'as_unknown', 'beliefs', 'last_weights',
+           'effects', 'explanation', 'explained_item', 'explanation_columns', 'plot_explanation', 'with_defaults',
+           'model_arguments', 'trained', 'training_report', 'Learnt', 'learn', 'check_arguments', 'check_saved',
+           'state_tensors', 'history_tensors', 'saved_model', 'saved_histories', 'Recommender']
 
 # %% ../nbs/33_recommender.ipynb #f8a08a95
 import inspect
@@ -37,7 +37,7 @@ from .interactions import Examples, Interactions, Sequences, Split, from_end, fr
 from .kriging import kriging_weights
 from .layer import reliability
 from .ranking import hit_rate, protocol, ranks, repeated, wilson_interval
-from .training import FitResult, fit, history_rows, resolve_device, seen_to_input
+from .training import FitResult, fit, history_rows, model_inputs, resolve_device
 
 # %% ../nbs/33_recommender.ipynb #8cd65aeb
 def sharpness(
@@ -123,11 +123,12 @@ def asked(model: nn.Module, items: Int[Tensor, "b t"]) -> Int[Tensor, "b t1"]:
 def user_state(
     model: nn.Module,
     items: Int[Tensor, "b t"],  # right-padded histories, each with at least one item
+    times: Int[Tensor, "b t"] | None = None,  # for a model with `time_buckets`
 ) -> tuple[Float[Tensor, "b d"], Float[Tensor, " b"] | None]:  # mean; L, None for a plain model
     "Final belief about each user: its mean, and its mean log precision (33.2)."
-    if not model.bft: return model.last(items), None
+    if not model.bft: return model.last(items, times), None
     inputs = asked(model, items)
-    belief = model.filter(inputs)[0]
+    belief = model.filter(inputs, times)[0]
     row, last = torch.arange(len(items), device=items.device), (inputs != 0).sum(1) - 1
     return belief.mean[row, last], belief.precision[row, last].log().mean(-1)
 
@@ -165,9 +166,8 @@ def score_chunk(
 ) -> Chunk:
     "Scores of some users, and the evidence of confidence; the model sees the most recent `max_length` items."
     place = next(model.parameters()).device
-    seen = history_rows(histories, rows)
-    seen = seen[:, : int((seen != 0).sum(1).max())].to(place)
-    hidden, log_precision = user_state(model, seen_to_input(seen.cpu(), model.max_length).to(place))
+    seen = history_rows(histories, rows).to(place)
+    hidden, log_precision = user_state(model, *(x.to(place) for x in model_inputs(model, histories, rows)))
     scores = model.scores(hidden).float()
     candidates = scores.clone()
     candidates[:, 0] = -torch.inf
@@ -308,8 +308,24 @@ def without_duplicates(
     first = np.unique(np.stack([user, data.sequences.items, data.times]), axis=1, return_index=True)[1]
     keep = np.zeros(data.n_interactions, bool)
     keep[first] = True
-    times = data.times[keep]
-    return Interactions(data.name, take(data.sequences, keep), data.user_ids, data.item_ids, times), int((~keep).sum())
+    return replace(data, sequences=take(data.sequences, keep), times=data.times[keep]), int((~keep).sum())
+
+# %% ../nbs/33_recommender.ipynb #83aa8a73
+def reads_times(
+    settings: Mapping[str, Any],  # of a `Recommender`
+) -> bool:
+    "Does its backbone read when the items of a history were chosen?"
+    return bool(settings["options"].get("time_buckets"))
+
+# %% ../nbs/33_recommender.ipynb #06f83eb3
+def as_read(
+    data: Interactions,
+    settings: Mapping[str, Any],  # of a `Recommender`
+) -> Interactions:  # with times just if the backbone reads them
+    "Interactions as a backbone reads them; `ValueError` where it reads times and there are none."
+    if not reads_times(settings): return replace(data, times=None)
+    if data.times is None: raise ValueError("time_buckets: this backbone reads times, and there are none: give a frame with a column of times, and its name as timestamp")
+    return data
 
 # %% ../nbs/33_recommender.ipynb #cf778b8b
 def last_choices(
@@ -337,8 +353,8 @@ def hold_back_last(
     "Last item of users with three or more events for validation, the rest for training, nothing for testing; `ValueError` if there is no such user."
     lengths = data.sequences.lengths
     if (lengths < 3).all(): raise ValueError(f"no user has three or more events, so nothing can be validated ({data.n_users} users, {data.n_interactions} events)")
-    train = take(data.sequences, (from_end(data.sequences) > 1) | np.repeat(lengths < 3, lengths))
-    valid = last_choices(data.sequences)
+    train = take(data.timed, (from_end(data.sequences) > 1) | np.repeat(lengths < 3, lengths))
+    valid = last_choices(data.timed)
     nobody = Examples(np.zeros(0, np.int32), from_lengths(np.zeros(0, np.int64), np.zeros(0, np.int64)), np.zeros(0, np.int32))
     return with_hash(Split("hold_back_last", data.name, data.n_items, np.arange(data.n_users, dtype=np.int32), train, valid, nobody))
 
@@ -368,13 +384,13 @@ def known_only(
     "Histories in the model's numbers. Under \"error\" `ValueError` for unknown items and empty histories; under \"skip\" both are left out with an `UnknownItems` warning."
     check_option("unknown", unknown, ("error", "skip"))
     numbers = numbers_of(data.item_ids, catalogue)[data.sequences.items - 1]
-    kept = take(data.sequences, numbers > 0)
+    kept = take(data.timed, numbers > 0)
     left = np.flatnonzero(kept.lengths > 0)
     problem = unknown_report(data, numbers == 0, kept.lengths == 0)
     if problem and unknown == "error": raise ValueError(f'{problem}: give unknown="skip" to leave them out')
     if problem: warnings.warn(f"left out: {problem}", UnknownItems, stacklevel=5)
     if not len(left): raise ValueError("no history has an item that the model knows")
-    return data.user_ids[left], rows(from_lengths(kept.lengths, numbers[numbers > 0]), left)
+    return data.user_ids[left], rows(replace(kept, items=numbers[numbers > 0].astype(np.int32)), left)
 
 # %% ../nbs/33_recommender.ipynb #a6fc5e02
 def unknown_report(
@@ -465,25 +481,28 @@ def list_columns(
 def given_histories(
     histories: Any,  # a frame, or a mapping from user to items
     names: Mapping[str, Any],  # columns of a frame
+    settings: Mapping[str, Any],  # of a `Recommender`
     item_ids: Shaped[np.ndarray, " v"],
     unknown: str,  # "error" or "skip"
 ) -> tuple[Shaped[np.ndarray, " users"], Sequences, str | None]:  # users, their items as numbers of the model, the library they came in
-    "Histories in the model's numbers; raises as `from_mapping`, `from_frame` and `known_only`."
-    if isinstance(histories, Mapping): return *known_only(from_mapping(histories), item_ids, unknown), None
-    library = library_of(histories)
-    data = without_duplicates(from_frame(histories, **names))[0]
-    return *known_only(data, item_ids, unknown), library
+    "Histories in the model's numbers; raises as `from_mapping`, `from_frame`, `as_read` and `known_only`."
+    library = None if isinstance(histories, Mapping) else library_of(histories)
+    data = from_mapping(histories) if library is None else without_duplicates(from_frame(histories, **names))[0]
+    return *known_only(as_read(data, settings), item_ids, unknown), library
 
 # %% ../nbs/33_recommender.ipynb #8807a9d3
-def fitted_history(
+def history_of(
     user: Any,
     user_ids: Shaped[np.ndarray, " users"],
     histories: Sequences,
+    whose: str = "fitted users",  # for the message
 ) -> Sequences:  # one
-    "The history of a fitted user; `ValueError` for somebody else."
+    "The history of one of the users; `ValueError` for somebody else."
     place = numbers_of(own_ids([user], "user"), user_ids, "user")[0] if len(user_ids) else 0
-    if not place: raise ValueError(f"user {user!r} is not one of the {len(user_ids)} fitted users: give history=[items, oldest first]")
-    return from_lengths(histories.lengths[place - 1 : place], histories[place - 1])
+    if not place: raise ValueError(f"user {user!r} is not one of the {len(user_ids)} {whose}: give history=[items, oldest first], or a frame")
+    start, stop = histories.offsets[place - 1 : place + 1]
+    times = None if histories.times is None else histories.times[start:stop]
+    return from_lengths(histories.lengths[place - 1 : place], histories.items[start:stop], times)
 
 # %% ../nbs/33_recommender.ipynb #5c5db917
 def build(
@@ -584,14 +603,15 @@ def as_unknown(
 def beliefs(
     model: nn.Module,
     inputs: Int[Tensor, "1 t"],  # from `asked`
+    times: Int[Tensor, "1 t"] | None = None,  # for a model with `time_buckets`
 ) -> tuple[list[Belief], list[float]]:  # what enters each layer; mean gain of the last position in it
     "What each layer is given for one history. A plain model has precision one and gain one by construction."
     if model.bft:
-        steps = model.filter(inputs)[1]
+        steps = model.filter(inputs, times)[1]
         return [s.prior for s in steps], [float(s.gain[0, -1].mean()) for s in steps]
     entered: list[Belief] = []
     handles = [layer.register_forward_pre_hook(lambda _, args: entered.append(certain(args[0]))) for layer in model.encoder.layers]
-    try: model(inputs)
+    try: model(inputs, times)
     finally:
         for handle in handles: handle.remove()
     return entered, [1.0] * len(entered)
@@ -601,10 +621,11 @@ def beliefs(
 def last_weights(
     layer: nn.Module,  # of an encoder
     belief: Belief,  # what enters it, (1, t, d), nothing padded
+    times: Int[Tensor, "1 t"] | None = None,  # for a layer with a bias by time
 ) -> Float[Tensor, "h t"]:  # of the last position's query
     "Kriging weights of the last position (10.2); of a layer with pointwise attention, relevance times reliability, which need not sum to one."
     lam_bar = reliability(belief) if getattr(layer, "kriging", False) else torch.ones_like(belief.precision[..., 0])
-    if hasattr(layer, "attend"): return (layer.attend(belief.mean, None)[1] * lam_bar[:, None, None])[0, :, -1]
+    if hasattr(layer, "attend"): return (layer.attend(belief.mean, times)[1] * lam_bar[:, None, None])[0, :, -1]
     attn = layer.self_attn
     x = layer.norm1(belief.mean) if layer.norm_first else belief.mean
     qkv = F.linear(x, attn.in_proj_weight, attn.in_proj_bias).unflatten(-1, (3, attn.num_heads, -1))
@@ -617,31 +638,34 @@ def effects(
     model: nn.Module,
     items: Int[Tensor, " t"],  # a history
     item: int,  # the recommended one
+    times: Int[Tensor, " t"] | None = None,  # for a model with `time_buckets`
 ) -> Float[np.ndarray, " t"]:  # score with minus score without each
     "How much lower the score of `item` would be without each item of the history."
     t, target = len(items), torch.tensor([item], device=items.device)
-    score = lambda histories: model.scores(model.last(histories), target.expand(len(histories), 1))[:, 0].cpu().numpy()
-    if t == 1: return score(items[None]) - score(torch.zeros_like(items)[None])
-    without = items.expand(t, t)[~torch.eye(t, dtype=torch.bool, device=items.device)].view(t, t - 1)
-    return score(items[None]) - np.concatenate([score(part) for part in without.split(256)])
+    at = lambda values, places: None if values is None else F.pad(values, (0, 1))[places]  # place t is padding
+    score = lambda places: model.scores(model.last(at(items, places), at(times, places)), target.expand(len(places), 1))[:, 0].cpu().numpy()
+    whole = torch.arange(t, device=items.device)
+    others = whole.expand(t, t)[~torch.eye(t, dtype=torch.bool, device=items.device)].view(t, t - 1) if t > 1 else whole[None] + 1
+    return score(whole[None]) - np.concatenate([score(part) for part in others.split(256)])
 
 # %% ../nbs/33_recommender.ipynb #1b7e7675
 def explanation(
     model: nn.Module,
     items: Int[Tensor, " t"],  # a history of at most `max_length` items
     item: int,  # the recommended one
+    times: Int[Tensor, " t"] | None = None,  # for a model with `time_buckets`
 ) -> dict[str, Shaped[np.ndarray, " rows"]]:  # numbers of the model, not own ids
     "One row per layer and item of the history: weight, precision (NaN for a plain model), gain, effect."
     model.eval()
-    t = len(items)
-    entered, gains = beliefs(model, asked(model, items[None]))
-    weights = [last_weights(layer, belief).mean(0)[:t].cpu().numpy() for layer, belief in zip(model.encoder.layers, entered, strict=True)]
+    t, when = len(items), None if times is None else times[None]
+    entered, gains = beliefs(model, asked(model, items[None]), when)
+    weights = [last_weights(layer, belief, when).mean(0)[:t].cpu().numpy() for layer, belief in zip(model.encoder.layers, entered, strict=True)]
     seen = [reliability(b)[0, :t].cpu().numpy() if model.bft else np.full(t, np.nan) for b in entered]
     layers = len(weights)
     return {
         "layer": np.repeat(np.arange(1, layers + 1), t), "position": np.tile(np.arange(1, t + 1), layers), "neighbour": np.tile(items.cpu().numpy(), layers),
         "weight": np.concatenate(weights).astype(float), "precision": np.concatenate(seen).astype(float), "gain": np.repeat(np.asarray(gains, float), t),
-        "effect": np.tile(effects(model, items, item).astype(float), layers),
+        "effect": np.tile(effects(model, items, item, times).astype(float), layers),
     }  # fmt: skip
 
 # %% ../nbs/33_recommender.ipynb #f5dffe98
@@ -661,14 +685,14 @@ def explained_item(
 # %% ../nbs/33_recommender.ipynb #8269b3ab
 def explanation_columns(
     model: nn.Module,
-    history: Int[np.ndarray, " t"],
+    history: Sequences,  # one
     number: int,  # of the item to explain
     item_ids: Shaped[np.ndarray, " v"],
     user: Any = None,
 ) -> dict[str, Shaped[np.ndarray, " rows"]]:
     "The most recent `max_length` items of a history explained, in own ids."
-    items = torch.from_numpy(history[-model.max_length :].astype(np.int64)).to(next(model.parameters()).device)
-    columns = explanation(model, items, number)
+    items, *times = (x[0].to(next(model.parameters()).device) for x in model_inputs(model, history, np.arange(1)))
+    columns = explanation(model, items, number, *times)
     columns["neighbour"] = item_ids[columns["neighbour"] - 1]
     who, n = own_ids([""] if user is None else [user], "user"), len(columns["layer"])
     return {"user": np.repeat(who, n), "item": np.repeat(item_ids[number - 1], n), **columns}
@@ -784,7 +808,7 @@ def learn(
     model, fitted = trained(split, settings, None, progress)
     known, read = judge(model, split.valid, settings["filter_seen"]), split.train
     if settings["refit"]:
-        model, again = trained(with_hash(replace(split, kind="all_events", train=data.sequences)), settings, fitted.best_epoch, progress)
+        model, again = trained(with_hash(replace(split, kind="all_events", train=data.timed)), settings, fitted.best_epoch, progress)
         fitted, read = fitted._replace(seconds=fitted.seconds + again.seconds), data.sequences
     never = int((~trained_items(read, data.n_items, settings["max_length"])).sum())
     return Learnt(model, known, training_report(data, split, known, fitted, duplicates, never, settings))
@@ -835,7 +859,8 @@ def history_tensors(
     histories: Sequences,
 ) -> dict[str, Tensor]:
     "What a file holds of the fitted users."
-    return ids_to_tensors("user_ids", user_ids) | {"histories.lengths": torch.from_numpy(histories.lengths), "histories.items": torch.from_numpy(histories.items)}
+    parts = {"lengths": histories.lengths, "items": histories.items} | ({} if histories.times is None else {"times": histories.times})
+    return ids_to_tensors("user_ids", user_ids) | {f"histories.{name}": torch.from_numpy(values) for name, values in parts.items()}
 
 # %% ../nbs/33_recommender.ipynb #ed678db4
 def saved_model(
@@ -854,11 +879,13 @@ def saved_model(
 # %% ../nbs/33_recommender.ipynb #9eeb3ce2
 def saved_histories(
     tensors: Mapping[str, Tensor],  # of a file
+    settings: Mapping[str, Any],  # of a `Recommender`
     item_ids: Shaped[np.ndarray, " v"],
 ) -> tuple[Shaped[np.ndarray, " users"], Sequences]:  # empty where they were left out
-    "The fitted users and their histories."
+    "The fitted users and their histories; `KeyError` where the backbone reads times and the file holds none."
     if "histories.items" not in tensors: return item_ids[:0], from_lengths(np.zeros(0, np.int64), np.zeros(0, np.int64))
-    return ids_from_tensors("user_ids", tensors), from_lengths(tensors["histories.lengths"].numpy(), tensors["histories.items"].numpy())
+    parts = ("lengths", "items", "times") if reads_times(settings) else ("lengths", "items")
+    return ids_from_tensors("user_ids", tensors), from_lengths(*(tensors[f"histories.{name}"].numpy() for name in parts))
 
 # %% ../nbs/33_recommender.ipynb #9abccbed
 class Recommender:
@@ -883,14 +910,13 @@ class Recommender:
         refit: bool = False,  # train once more on all events, for as many epochs as the best had?
         seed: int = 0,
         device: str = "auto",  # "auto", "cpu", "cuda", "mps"
-        **options,  # further arguments of the backbone: d, n_layers, dropout, precision, …; dropout, and the masks of BERT4Rec, as `STUDIED`
+        **options,  # further arguments of the backbone: d, n_layers, dropout, precision, time_buckets (of HSTU), …; dropout, and the masks of BERT4Rec, as `STUDIED`
     ):
         self.settings: dict[str, Any] = with_defaults(dict(
             backbone=backbone, bft=bft, filter_seen=filter_seen, max_length=max_length, max_epochs=max_epochs, patience=patience, batch_size=batch_size,
             lr=lr, schedule=schedule, precision_lr=precision_lr, negatives=negatives, refit=refit, seed=seed, device=device, options=options,
         ))  # fmt: skip
         check_arguments(self.settings)
-        if options.get("time_buckets"): raise ValueError("time_buckets: a recommender reads the order of a history, not its times")
         build(backbone, 1, model_arguments(self.settings))
         self.model: Any = None
         self._asked: tuple[Any, ...] = ()  # model, question and answer of the last validation among other items
@@ -909,22 +935,23 @@ class Recommender:
         frame: Any,  # pandas, polars or pyarrow, one row per interaction
         user: str = "user",  # column of users' ids, integers or strings
         item: str = "item",  # column of items' ids, integers or strings
-        timestamp: str | None = None,  # column to order by, ties as in the file
+        timestamp: str | None = None,  # column to order by, ties as in the file; with `time_buckets` the times that the backbone reads
         position: str | None = None,  # column to order by; neither: the order of the file
         progress: bool = False,
     ) -> "Recommender":
-        "Train on all but the last item of each user with three or more, choose the epoch and calibrate on those last ones; see `learn`. Raises as `bft_nb.interactions.from_frame`."
+        "Train on all but the last item of each user with three or more, choose the epoch and calibrate on those last ones; see `learn`. Raises as `bft_nb.interactions.from_frame` and `as_read`."
         library = library_of(frame)
         data, duplicates = without_duplicates(from_frame(frame, user, item, timestamp, position))
+        data = as_read(data, self.settings)
         self.model, self.known, self.report = learn(data, self.settings, duplicates, progress)
         self.library = library
         self.columns: dict[str, Any] = {"user": user, "item": item, "timestamp": timestamp, "position": position}
-        self.item_ids, self.user_ids, self.histories = data.item_ids, data.user_ids, data.sequences
+        self.item_ids, self.user_ids, self.histories = data.item_ids, data.user_ids, data.timed
         return self
 
     def recommend(
         self,
-        histories: Any = None,  # a frame with the columns of the fitted one, a mapping from user to items (oldest first), or None: all fitted users
+        histories: Any = None,  # a frame with the columns of the fitted one, a mapping from user to items (oldest first; not with `time_buckets`), or None: all fitted users
         k: int = 10,
         *,
         candidates: Iterable[Any] | None = None,  # own ids of the only items that may be recommended, in stock perhaps; None: all
@@ -963,9 +990,9 @@ class Recommender:
 
     def explain(
         self,
-        user: Any = None,  # one of the fitted users, or any id if `history` is given
+        user: Any = None,  # one of the fitted users or of the frame, or any id if `history` is a list
         item: Any = None,  # own id; None: the user's first recommendation
-        history: Iterable[Any] | None = None,  # items, oldest first; None: the user's fitted history
+        history: Any = None,  # items, oldest first (not with `time_buckets`), or a frame as `recommend` takes it; None: the user's fitted history
         *,
         unknown: str = "error",
         library: str | None = None,
@@ -975,7 +1002,7 @@ class Recommender:
         chosen = self._one_history(user, history, unknown)
         number = explained_item(item, self.model, chosen, self.item_ids, self.settings["filter_seen"])
         if not number: raise ValueError(f"user {user!r} has seen every item, so nothing is recommended: name an item")
-        return to_frame(explanation_columns(self.model, chosen[0], number, self.item_ids, user), library or self.library)
+        return to_frame(explanation_columns(self.model, chosen, number, self.item_ids, user), library or self.library)
 
     def add_items(
         self,
@@ -1021,7 +1048,7 @@ class Recommender:
         made.item_ids, made.columns, made.library, made.report = ids_from_tensors("item_ids", tensors), meta["columns"], meta["library"], meta["report"]
         made.known = Known(*(tensors[f"known.{name}"].numpy() for name in Known._fields))
         made.model = saved_model(tensors, made.settings, len(made.item_ids)).to(place).eval()
-        made.user_ids, made.histories = saved_histories(tensors, made.item_ids)
+        made.user_ids, made.histories = saved_histories(tensors, made.settings, made.item_ids)
         return made
 
     def _check_fitted(self) -> None:
@@ -1032,15 +1059,18 @@ class Recommender:
         if histories is None:
             if not len(self.user_ids): raise ValueError("this recommender was saved without histories: give some")
             return self.user_ids, self.histories, self.library
-        users, sequences, library = given_histories(histories, self.columns, self.item_ids, unknown)
+        users, sequences, library = given_histories(histories, self.columns, self.settings, self.item_ids, unknown)
         return users, sequences, library or self.library
 
-    def _one_history(self, user: Any, history: Iterable[Any] | None, unknown: str) -> Sequences:
+    def _one_history(self, user: Any, history: Any, unknown: str) -> Sequences:
         "The history to explain."
         self._check_fitted()
-        if history is not None: return given_histories({"" if user is None else user: history}, self.columns, self.item_ids, unknown)[1]
-        if user is None: raise ValueError("explain needs a user, or a history")
-        return fitted_history(user, self.user_ids, self.histories)
+        framed = nw.dependencies.is_into_dataframe(history)
+        if user is None and (history is None or framed): raise ValueError("explain needs a user, or a history that is a list of items")
+        if history is None: return history_of(user, self.user_ids, self.histories)
+        given = history if framed else {"" if user is None else user: history}
+        users, sequences, _ = given_histories(given, self.columns, self.settings, self.item_ids, unknown)
+        return history_of(user, users, sequences, "users of the frame") if framed else sequences
 
     def _known(self, filter_seen: bool, allowed: np.ndarray | None) -> Known | None:
         "What validation users do where these items compete; None if that cannot be known."

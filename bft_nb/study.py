@@ -54,12 +54,12 @@ def study_rows(folder: Path | None = None) -> pd.DataFrame:
     return rows.assign(options=[_options(p) for p in rows["params"]])
 
 
-def _arm(backbone: str, arm: str | Mapping[str, Any]) -> dict[str, Any]:
-    "What distinguishes the rows of an arm; a mapping is options of the filtering layer."
+def _arm(backbone: str, arm: str | Mapping[str, Any], options: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    "What distinguishes the rows of an arm; a mapping is options of the filtering layer. `options` come on top of the arm's own."
     if isinstance(arm, str):
         check_option("arm", arm, ARMS)
-    options = ARMS[arm] if isinstance(arm, str) else arm
-    return {"model": backbone, "bft": arm != "plain", "options": canonical({**BACKBONE_OPTIONS.get(backbone, {}), **options})}
+    own = ARMS[arm] if isinstance(arm, str) else arm
+    return {"model": backbone, "bft": arm != "plain", "options": canonical({**BACKBONE_OPTIONS.get(backbone, {}), **own, **(options or {})})}
 
 
 def tuning(rows: pd.DataFrame, backbone: str, arm: str, dataset: str = "beauty") -> pd.DataFrame:
@@ -88,7 +88,8 @@ def cell(
     backbone: str,
     arm: str | Mapping[str, Any] = "filter",  # "plain", "null", "filter", or options of the filtering layer
     thin: float = 1.0,
-    **settings: float,  # dropout and lr; default: as tuned for this arm (for options: as for the filter)
+    options: Mapping[str, Any] | None = None,  # of the model, on top of the arm's own: {"norm_first": False}, …; an arm is tuned without them
+    **settings: float,  # dropout and lr; default: as tuned for this arm (for a mapping: as for the filter)
 ) -> pd.DataFrame:  # all seeds; empty if there is none
     "The stored rows of a cell; none for an arm that has not been tuned. `ValueError` for one of the settings without the other."
     if settings and set(settings) != {"dropout", "lr"}:
@@ -98,7 +99,7 @@ def cell(
         if tried.empty:
             return rows.iloc[:0]
         settings = _best(tried)
-    return choose(rows, dataset=dataset, thin=thin, **settings, **_arm(backbone, arm))
+    return choose(rows, dataset=dataset, thin=thin, **settings, **_arm(backbone, arm, options))
 
 
 def metrics(rows: pd.DataFrame, split: str = "test") -> pd.DataFrame:

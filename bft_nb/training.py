@@ -205,11 +205,17 @@ def resolve_device(device: str) -> torch.device:
     return torch.device(device)
 
 
-def history_rows(histories: Any, rows: Int[np.ndarray, " b"], max_length: int | None = None) -> Int[Tensor, "b t"]:
-    "Histories as a right-padded tensor; all of each, or its most recent `max_length` items."
+def history_rows(histories: Any, rows: Int[np.ndarray, " b"]) -> Int[Tensor, "b t"]:
+    "Whole histories as a right-padded tensor."
     offsets, items = np.asarray(histories.offsets), np.asarray(histories.items)
-    limit = max_length or max(int(np.diff(offsets).max(initial=1)), 1)
-    return torch.from_numpy(pad_rows(offsets, items, rows, limit))
+    return torch.from_numpy(pad_rows(offsets, items, rows, int(np.diff(offsets).max(initial=1))))
+
+
+def model_inputs(model: nn.Module, histories: Any, rows: Int[np.ndarray, " b"]) -> tuple[Int[Tensor, "b t"], ...]:
+    "What a model reads of some histories: their most recent `max_length` items, right-padded, and the times of these if it has use for them. Raises as `times_of`."
+    times, offsets = times_of(histories, model), np.asarray(histories.offsets)
+    read = [np.asarray(histories.items)] + ([] if times is None else [times])
+    return tuple(torch.from_numpy(pad_rows(offsets, values, rows, model.max_length)) for values in read)
 
 
 @torch.no_grad()
@@ -244,31 +250,20 @@ def ranks_of(
     place = next(model.parameters()).device
     targets = torch.as_tensor(np.asarray(examples.targets)).long()
     order = np.argsort(np.diff(np.asarray(examples.histories.offsets))[which], kind="stable")
-    found, times = torch.empty(len(which), dtype=torch.int64), times_of(examples.histories, model)
+    found = torch.empty(len(which), dtype=torch.int64)
     training = model.training
     model.eval()
     try:
         for start in range(0, len(order), batch_size):
             at = order[start : start + batch_size]
             rows = which[at]
-            seen = history_rows(examples.histories, rows)
-            read = [seen_to_input(seen, model.max_length).to(place)]
-            if times is not None:
-                read.append(torch.from_numpy(pad_rows(np.asarray(examples.histories.offsets), times, rows, model.max_length)).to(place))
+            read = (values.to(place) for values in model_inputs(model, examples.histories, rows))
             scores = model.scores(model.last(*read)).float()
-            found[at] = ranks(scores, targets[rows].to(place), seen.to(place) if filter_seen else None).cpu()
+            seen = history_rows(examples.histories, rows).to(place) if filter_seen else None
+            found[at] = ranks(scores, targets[rows].to(place), seen).cpu()
     finally:
         model.train(training)
     return found
-
-
-def seen_to_input(seen: Int[Tensor, "b s"], max_length: int) -> Int[Tensor, "b t"]:
-    "The most recent `max_length` items of right-padded histories."
-    if seen.shape[1] <= max_length:
-        return seen
-    length = (seen != 0).sum(1, keepdim=True)
-    index = (length - max_length).clamp(min=0) + torch.arange(max_length)
-    return seen.gather(1, index)
 
 
 # ---- training --------------------------------------------------------------------------------------------------

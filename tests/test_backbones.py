@@ -379,6 +379,43 @@ def test_expected_number_of_targets(name):
     assert bool((labels != 0).any(1).all())
 
 
+@pytest.mark.parametrize("name", ["sasrec", "bert4rec"])
+@pytest.mark.parametrize("bft", [False, True])
+def test_post_norm(name, bft):
+    model = make((name, bft), norm_first=False)
+    assert model.encoder.norm is None and not any(layer.norm_first for layer in model.encoder.layers)
+    hidden = model.last(torch.tensor([[1, 2, 0]]))
+    close(hidden.mean(-1), torch.zeros(1), atol=1e-5, rtol=0)  # the last norm is the last layer's
+    hidden.square().mul(torch.linspace(0, 1, 16)).sum().backward()
+    assert all(bool(torch.isfinite(p.grad).all()) for p in model.parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize("name", ["sasrec", "bert4rec"])
+@pytest.mark.parametrize("precision", ["item", "mlp", "constant"])
+def test_the_degenerate_filter_is_the_plain_model_in_post_norm_too(name, precision):
+    plain, off = make((name, False), norm_first=False), make((name, True), norm_first=False, precision=precision, kriging=False, kalman=False)
+    assert not off.load_state_dict(plain.state_dict(), strict=False).unexpected_keys
+    items = torch.randint(0, 31, (5, 12), generator=torch.Generator().manual_seed(0))
+    close(off(items), plain(items), atol=1e-6, rtol=1e-5)
+    close(off.last(items), plain.last(items), atol=1e-6, rtol=1e-5)
+    on = make((name, True), norm_first=False, precision=precision)
+    on.load_state_dict(plain.state_dict(), strict=False)
+    assert float((on.last(items) - plain.last(items)).detach().abs().max()) > 1e-3
+
+
+def test_post_norm_against_the_equations():
+    model = make(("sasrec", False), norm_first=False)
+    items = torch.tensor([7, 3, 30, 1, 1, 12])
+    x = model.item_embedding.weight[items] * 4 + model.position_embedding.weight[:6]
+    mask = torch.full((6, 6), -math.inf).triu(1)
+    for layer in model.encoder.layers:
+        q, k, v = (x @ layer.self_attn.in_proj_weight.T + layer.self_attn.in_proj_bias).chunk(3, -1)
+        heads = [torch.softmax(a @ b.T / math.sqrt(8) + mask, -1) @ c for a, b, c in zip(q.chunk(2, -1), k.chunk(2, -1), v.chunk(2, -1), strict=True)]
+        x = layer.norm1(x + layer.self_attn.out_proj(torch.cat(heads, -1)))
+        x = layer.norm2(x + layer.linear2(nn.functional.gelu(layer.linear1(x))))
+    close(model(items[None])[0], x, atol=1e-5, rtol=1e-5)
+
+
 # ---- BERT4Rec ------------------------------------------------------------------------------------------------------
 
 
@@ -438,18 +475,6 @@ def test_the_mask_is_no_item(bert):
     state = bert.last(torch.tensor([[1, 2]]))
     assert bert.item_weights().shape == (31, 16) and bert.scores(state).shape == (1, 31)
     assert bert.item_embedding.weight.shape == (32, 16)
-
-
-@pytest.mark.parametrize("bft", [False, True])
-def test_post_norm(bft):
-    model = make(("bert4rec", bft), norm_first=False)
-    assert model.encoder.norm is None and not model.encoder.layers[0].norm_first
-    assert bool(torch.isfinite(model.last(torch.tensor([[1, 2, 0]]))).all())
-    if bft:
-        plain, off = make(("bert4rec", False), norm_first=False), make(("bert4rec", True), norm_first=False, kriging=False, kalman=False)
-        off.load_state_dict(plain.state_dict(), strict=False)
-        items = torch.tensor([[1, 2, 3], [4, 0, 0]])
-        close(off.last(items), plain.last(items), atol=1e-6, rtol=1e-5)
 
 
 def test_bert_against_the_equations():

@@ -276,6 +276,7 @@ def test_byte_order_mark_is_read_over(tmp_path):
         (lambda: popularity_strata(np.array([0.0, nan])), TypeError, "float64"),
         (lambda: interactions.global_time(from_frame(pd.DataFrame(FRAME | {"t": range(6)}), timestamp="t"), (0.5, 0.6, 0.7)), ValueError, "quantiles must satisfy"),
         (lambda: interactions.from_lengths(np.array([2, 2]), np.array([1])), ValueError, "add up to 1 items, got a sum of 4"),
+        (lambda: interactions.from_lengths(np.array([2]), np.array([1, 2]), np.array([5])), ValueError, "each of the 2 items needs a time, got 1 times"),
         (lambda: interactions.load(["beauty"]), ValueError, "unknown data set"),
         (lambda: make_world(n_items="a"), TypeError, "n_items must be a whole number, got 'a'"),
         (lambda: make_world(seed=None), TypeError, "seed must be a whole number, got None"),

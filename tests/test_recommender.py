@@ -554,7 +554,8 @@ def test_users_with_few_events_are_trained_on_and_not_validated():
     (dict(depth=3), TypeError, "depth"),
     (dict(bft=False, nu0=2.0), TypeError, "nu0"),
     (dict(max_length=0), ValueError, "max_length"),
-    (dict(backbone="hstu", time_buckets=8), ValueError, "time_buckets"),
+    *[(dict(bft=bft, time_buckets=8), TypeError, r"unknown option 'time_buckets' \(allowed: ") for bft in (True, False)],
+    (dict(backbone="hstu", time_buckets=-1), ValueError, "time_buckets must be at least 0, got -1"),
     *[(dict([(name, 0)]), ValueError, f"{name} must be at least 1, got 0") for name in ("max_epochs", "patience", "batch_size", "negatives")],
     (dict(max_epochs="3"), TypeError, "max_epochs must be a whole number"),
     (dict(lr=-1.0), ValueError, "lr must be positive"),
@@ -693,6 +694,127 @@ def test_every_backbone_answers(name, bft):
     bigger = add_rows(model, build(name, 11, {"bft": bft, "d": 16, "max_length": 6}), model.item_weights()[1:3].detach())
     close(bigger.last(torch.tensor([[1, 2, 3]])), model.last(torch.tensor([[1, 2, 3]])))
     assert x.shape[1] in (3, 4) and bigger.n_items == 11
+
+
+# ---- times -----------------------------------------------------------------------------------------------------
+
+TIMED = QUICK | dict(backbone="hstu", time_buckets=64)
+
+
+def spaced(seconds=1, **of):
+    "The ring, its events so far apart."
+    return ring(**of).assign(t=lambda frame: frame.t * seconds)
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["bft", "plain"])
+def timed(request):
+    return Recommender(bft=request.param, **TIMED).fit(spaced(), timestamp="t")
+
+
+@pytest.fixture(scope="module")
+def untimed():
+    return Recommender(**TIMED | {"time_buckets": 0}).fit(spaced(), timestamp="t")
+
+
+def test_the_same_items_at_other_times_have_other_scores(timed, untimed):
+    near, far = (spaced(seconds, users=5) for seconds in (1, 86_400))
+    scores = lambda made, frame: made.recommend(frame, k=24).sort_values(["user", "item"]).score.to_numpy()
+    assert np.abs(scores(timed, near) - scores(timed, far)).max() > 1e-4
+    pd.testing.assert_frame_equal(timed.recommend(near.assign(t=near.t + 10**9), k=24), timed.recommend(near, k=24))  # intervals count, not dates
+    np.testing.assert_array_equal(scores(untimed, near), scores(untimed, far))
+
+
+def test_what_is_said_of_fitted_users_is_what_is_said_of_their_frame(timed):
+    frame = spaced()
+    pd.testing.assert_frame_equal(timed.recommend(frame, k=3), timed.recommend(k=3))
+    shuffled = frame.sample(frac=1, random_state=0)
+    got = timed.recommend(pd.concat([shuffled, shuffled.iloc[:9]]), k=3)  # out of order, and some of it twice
+    alone = lambda table, user: table[table.user == user].reset_index(drop=True)
+    for user in ("u0", "u7"):
+        pd.testing.assert_frame_equal(alone(got, user), alone(timed.recommend(k=3), user), rtol=1e-4)
+    table = timed.explain("u7")
+    pd.testing.assert_frame_equal(timed.explain("u7", history=frame), table)
+    assert table.neighbour.tolist() == frame.query("user == 'u7'").item.tolist() * 2 and np.isfinite(table[["weight", "gain", "effect"]].to_numpy()).all()
+    with pytest.warns(UnknownItems, match="1 events of 1 items"):
+        timed.explain("u7", history=pd.concat([frame, pd.DataFrame({"user": ["u7"], "item": ["??"], "t": [99]})]), unknown="skip")
+    assert timed.known.ranks.tolist() == judge(timed.model, module.last_choices(timed.histories), True).ranks.tolist()
+    other = timed.recommend(k=3, exclude=["i03"])
+    assert other.confidence.notna().all() and "i03" not in set(other.item)
+
+
+def test_dates_are_read_in_seconds(timed):
+    dates = spaced().assign(t=lambda frame: pd.to_datetime(frame.t, unit="s"))
+    made = Recommender(bft=timed.settings["bft"], **TIMED).fit(dates, timestamp="t")
+    pd.testing.assert_frame_equal(made.recommend(dates, k=3), timed.recommend(k=3))
+
+
+def test_times_are_saved_where_they_are_read(timed, untimed, tmp_path):
+    path = timed.save(tmp_path / "timed.safetensors")
+    again = Recommender.load(path, device="cpu")
+    np.testing.assert_array_equal(again.histories.times, timed.histories.times)
+    pd.testing.assert_frame_equal(again.recommend(k=4), timed.recommend(k=4))
+    pd.testing.assert_frame_equal(again.explain("u3"), timed.explain("u3"))
+    pd.testing.assert_frame_equal(again.recommend(k=4, exclude=["i03"]), timed.recommend(k=4, exclude=["i03"]))
+    assert untimed.histories.times is None and "histories.times" not in read_archive(untimed.save(path), "recommender", module.FORMAT)[0]
+    bare = Recommender.load(timed.save(path, histories=False), device="cpu")
+    pd.testing.assert_frame_equal(bare.recommend(spaced(), k=4), timed.recommend(k=4))
+
+
+@pytest.mark.parametrize(("left", "message"), [(None, "'histories.times'$"), (slice(1, None), "items needs a time, got")])
+def test_a_file_whose_times_do_not_fit_is_refused(timed, unchecked, tmp_path, left, message):
+    path = timed.save(tmp_path / "m.safetensors")
+    tensors, meta = read_archive(path, "recommender", module.FORMAT)
+    times = tensors.pop("histories.times")
+    write_archive(path, tensors | ({} if left is None else {"histories.times": times[left]}), {k: v for k, v in meta.items() if k not in ("kind", "version")}, "recommender", module.FORMAT)
+    with pytest.raises(ValueError, match=f"m.safetensors' does not hold what save writes: .*{message}"):
+        Recommender.load(path, device="cpu")
+
+
+@pytest.mark.parametrize(("call", "message"), [
+    (lambda made: made.recommend({"x": ["i03"]}, k=2), "time_buckets: this backbone reads times, and there are none: give a frame with a column of times, and its name as timestamp"),
+    (lambda made: made.explain(history=["i03"]), "reads times, and there are none: give a frame"),
+    (lambda made: made.explain(history=spaced()), "needs a user, or a history that is a list of items"),
+    (lambda made: made.explain("x", history=spaced()), "user 'x' is not one of the 80 users of the frame"),
+    (lambda made: made.recommend(spaced().drop(columns="t")), r"missing columns \['t'\]: the frame has \['user', 'item'\]"),
+])  # fmt: skip
+def test_histories_without_times_are_refused(timed, call, message):
+    with pytest.raises(ValueError, match=message):
+        call(timed)
+
+
+def test_a_fit_without_times_is_refused_before_it_trains(monkeypatch):
+    monkeypatch.setattr(module, "fit", lambda *_, **__: pytest.fail("it was trained"))
+    for columns in (dict(), dict(position="t")):
+        with pytest.raises(ValueError, match="time_buckets: this backbone reads times, and there are none"):
+            Recommender(**TIMED).fit(spaced(), **columns)
+
+
+def test_refit_and_new_items_keep_the_times(monkeypatch):
+    read = []
+    monkeypatch.setattr(module, "fit", lambda model, split, **settings: read.append(split.train) or fit(model, split, **settings))
+    made = Recommender(refit=True, **TIMED | {"max_epochs": 1}).fit(spaced(), timestamp="t")
+    np.testing.assert_array_equal(read[1].times, spaced().t)  # of all events
+    assert read[0].times.tolist() == spaced().groupby("user", sort=False).t.apply(lambda t: t[:-1]).tolist()
+    before = made.recommend(k=24)
+    after = made.add_items(["new"], like={"new": ["i03"]}).recommend(k=25)
+    old = after[after.item != "new"].drop(columns=["rank", "confidence"]).reset_index(drop=True)
+    pd.testing.assert_frame_equal(old, before.drop(columns=["rank", "confidence"]), rtol=1e-4)
+    assert len(made.recommend(pd.DataFrame({"user": "x", "item": ["new", "i04"], "t": [1, 5]}), k=3)) == 3
+
+
+@pytest.mark.parametrize("bft", [True, False])
+def test_effects_and_weights_with_times(bft):
+    torch.manual_seed(0)
+    model = build("hstu", 9, {"bft": bft, "d": 16, "max_length": 6, "time_buckets": 64}).eval()
+    items, times = torch.tensor([3, 1, 4]), torch.tensor([0, 5, 99_999])
+    score = lambda *keep: model.scores(model.last(items[None, list(keep)], times[None, list(keep)]))[0, 7].item()
+    want = [score(0, 1, 2) - s for s in (score(1, 2), score(0, 2), score(0, 1))]
+    np.testing.assert_allclose(effects(model, items, 7, times), want, atol=1e-5)
+    np.testing.assert_allclose(effects(model, items[:1], 7, times[:1]), [score(0)], atol=1e-5)  # of an empty history HSTU says nothing
+    near, far = (explanation(model, items, 7, t) for t in (torch.tensor([0, 1, 2]), times))
+    assert np.isfinite(near["weight"]).all() and np.abs(near["weight"] - far["weight"]).max() > 1e-6
+    with pytest.raises(ValueError, match="needs the times"):
+        explanation(model, items, 7)
 
 
 # ---- new items -------------------------------------------------------------------------------------------------
@@ -867,6 +989,22 @@ def test_command_keeps_seen_items_of_a_saved_model(tmp_path, trained):
         assert ("i01" in set(pd.read_csv(tmp_path / "out.csv").item)) != filtered
 
 
+def test_command_reads_times(tmp_path, capsys):
+    spaced(users=60).to_csv(tmp_path / "in.csv", index=False)
+    near, far = (spaced(seconds, users=5) for seconds in (1, 86_400))
+    model, out = str(tmp_path / "m.safetensors"), str(tmp_path / "out.csv")
+    assert cli.main(["recommend", str(tmp_path / "in.csv"), "-o", out, "--save", model, "--backbone", "hstu", "--time-buckets", "32", "--quiet", *FAST]) == 0
+    assert Recommender.load(model).settings["options"]["time_buckets"] == 32
+    found = []
+    for frame in (near, far):
+        frame.to_csv(tmp_path / "new.csv", index=False)
+        assert cli.main(["recommend", str(tmp_path / "new.csv"), "-o", out, "--model", model, "--timestamp", "t", "-k", "24", "--device", "cpu", "--quiet"]) == 0
+        found.append(pd.read_csv(out).sort_values(["user", "item"]).score.to_numpy())
+    assert np.abs(found[0] - found[1]).max() > 1e-5
+    assert cli.main(["recommend", str(tmp_path / "new.csv"), "-o", out, "--model", model, "--quiet"]) == 2
+    assert "this backbone reads times, and there are none" in capsys.readouterr().err
+
+
 def test_command_keeps_ids_as_they_are_written(tmp_path):
     frame = ring(users=60)
     frame["item"] = frame.item.str.replace("i", "")  # "00" … "23": text that looks like numbers
@@ -916,6 +1054,9 @@ def test_full_disk_leaves_the_earlier_recommendations(tmp_path, monkeypatch, suf
     (["in.csv", "-o", "out.csv", "--save", "/dev/null"], "'/dev/null' cannot be written: it is a device"),
     (["in.csv", "-o", "out.csv", "-k", "25"], "k must be between 1 and the number of items, 24, got 25"),
     (["in.csv", "-o", "out.csv", "--backbone", "gru"], "got 'gru'"),
+    (["in.csv", "-o", "out.csv", "--backbone", "hstu", "--time-buckets", "8"], "time_buckets: this backbone reads times, and there are none"),
+    (["in.csv", "-o", "out.csv", "--time-buckets", "8", "--timestamp", "t"], "unknown option 'time_buckets'"),
+    (["in.csv", "-o", "out.csv", "--model", "m", "--time-buckets", "8"], "trains nothing: leave out --time-buckets"),
 ])  # fmt: skip
 def test_command_refuses_before_training(tmp_path, capsys, monkeypatch, arguments, message):
     ring(users=40).to_csv(tmp_path / "in.csv", index=False)

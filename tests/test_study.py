@@ -1,12 +1,13 @@
 "The study's pages: which stored rows make a cell, and what was chosen on validation."
 
+import dataclasses
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from bft_nb import study
+from bft_nb import interactions, study
 from bft_nb.report import compare
 from bft_nb.results import append_rows, load_history, load_repeated, make_rows, ranks_path, save_ranks
 
@@ -91,6 +92,21 @@ def test_a_cell_is_all_seeds_of_one_setting_and_nothing_else(folder):
         study.cell(rows, "beauty", "sasrec", "best", dropout=0.5, lr=0.003)
 
 
+def test_an_arm_takes_options_on_top_of_its_own(folder):
+    post = {"norm_first": False}
+    for bft, more in [(False, {}), (True, {"dropout": 0.3}), (True, {"kriging": False, "kalman": False})]:
+        store(folder, bft=bft, valid=0.07, **more, **post)
+    store(folder, model="bert4rec", epochs=60, valid=0.07, mask_probability=0.3, last_probability=0.5, **post)
+    rows = study.study_rows(folder)
+    for arm in study.ARMS:
+        named = json.loads(study.cell(rows, "beauty", "sasrec", arm, options=post)["params"].iloc[0])
+        assert named["norm_first"] is False and named["bft"] == (arm != "plain") and ("kalman" in named) == (arm == "null")
+        assert study.cell(rows, "beauty", "sasrec", arm)["value"].max() < 0.07 and study.cell(rows, "beauty", "sasrec", arm, options={"n_layers": 1}).empty
+    of_null = study.cell(rows, "beauty", "sasrec", {**study.ARMS["null"], **post}, dropout=0.5, lr=0.003)
+    assert len(of_null) and of_null.equals(study.cell(rows, "beauty", "sasrec", "null", options=post))
+    assert len(study.cell(rows, "beauty", "bert4rec", options=post, dropout=0.5, lr=0.003)) and study.cell(rows, "beauty", "bert4rec", options=post).empty
+
+
 def test_users_are_told_apart_by_their_histories(folder):
     rows = study.study_rows(folder)
     found = compare(study.cell(rows, "beauty", "sasrec"), study.cell(rows, "beauty", "sasrec", "plain"), folder=folder, groups=study.history_strata)
@@ -105,11 +121,34 @@ def test_users_are_told_apart_by_whether_their_target_repeats(folder):
     assert {name: d.n for name, d in found.items()} == {"all": USERS, "new": 54, "repeated": 6}
 
 
-def test_the_study_refuses_times_before_it_trains():
+def until_the_split(**parameters):
+    "The page of the study with these parameters, as far as its split."
     page = Path(__file__).resolve().parent.parent / "nbs" / "_py" / "experiments" / "recommendation.py"
-    head = page.read_text(encoding="utf-8").split("# ## One cell")[0].replace('options = "{}"', """options = '{"time_buckets": 64}'""")
-    with pytest.raises(ValueError, match="time_buckets: the study reads the order"):
-        exec(head, {})
+    lines = page.read_text(encoding="utf-8").split("# In the synthetic world")[0].splitlines()
+    given = {name: f"{name} = {value!r}" for name, value in parameters.items()}
+    exec("\n".join(given.get(line.partition(" = ")[0], line) for line in lines), found := {})
+    return found["split"]
+
+
+def test_the_study_refuses_times_that_nothing_reads_or_holds(monkeypatch):
+    timed = json.dumps({"time_buckets": 64})
+    with_times, without = until_the_split(backbone="hstu", options=timed), until_the_split()
+    assert with_times.hash == without.hash and len(with_times.test.histories.times) == len(with_times.test.histories.items)
+    with pytest.raises(ValueError, match="time_buckets: sasrec reads the order of a history, not its times; backbone must be hstu"):
+        until_the_split(options=timed)
+    monkeypatch.setattr(interactions, "load", lambda name: dataclasses.replace(interactions.synthetic(interactions.dataset(name)), times=None))
+    with pytest.raises(ValueError, match="time_buckets: synthetic as it was loaded has no times: put a file with a column timestamp into BFT_DATA, or"):
+        until_the_split(backbone="hstu", options=timed)
+
+
+def test_a_plain_layer_with_options_is_a_cell_at_the_settings_of_the_plain_layer(folder):
+    timed = {"time_buckets": 128}
+    for dropout, bft in ((0.5, False), (0.3, True)):  # as each of the two was tuned
+        store(folder, dropout=dropout, bft=bft, **timed)
+    rows = study.study_rows(folder)
+    of_plain, of_filter = study.cell(rows, "beauty", "sasrec", "plain", options=timed), study.cell(rows, "beauty", "sasrec", timed)
+    assert set(of_plain["bft"]) == {False} and set(of_plain["dropout"]) == {0.5} and set(of_filter["bft"]) == {True} and set(of_filter["dropout"]) == {0.3}
+    assert not study.cell(rows, "beauty", "sasrec", "plain")["options"].str.contains("time").any() and timed == {"time_buckets": 128}
 
 
 def test_relative_differences_and_another_set_of_ranks(folder):

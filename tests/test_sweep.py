@@ -119,8 +119,9 @@ def test_the_layers_of_the_study_share_data_seeds_and_budget(tmp_path):
     cells = {}
     for p in planned:
         assert p["epochs"] == study.epochs(p["dataset"], p["backbone"])
-        cells.setdefault(p["backbone"], {}).setdefault((p["bft"], p.get("options")), set()).add((p["dataset"], p["seed"]))
-    assert {backbone: len(layers) for backbone, layers in cells.items()} == {"sasrec": 3, "hstu": 2, "bert4rec": 3}
+        name = p["backbone"] + " with times" * ("time_buckets" in p.get("options", ""))
+        cells.setdefault(name, {}).setdefault((p["bft"], p.get("options")), set()).add((p["dataset"], p["seed"]))
+    assert {name: len(layers) for name, layers in cells.items()} == {"sasrec": 3, "hstu": 2, "hstu with times": 2, "bert4rec": 3}
     assert all(len(set(map(frozenset, layers.values()))) == 1 for layers in cells.values())
 
 

@@ -18,8 +18,8 @@ from bft_nb.backbones import BACKBONES, SASRec
 from bft_nb.interactions import Examples, Sequences, Split, from_lengths
 from bft_nb.ranking import ndcg, ranks
 from bft_nb.training import (
-    IGNORE, LengthBatches, SequenceLoss, TrainingSequences, cross_entropy, draw_negatives, evaluate, fit, pad_rows, parameter_groups,
-    resolve_device, sampled_softmax,
+    IGNORE, LengthBatches, SequenceLoss, TrainingSequences, cross_entropy, draw_negatives, evaluate, fit, history_rows, model_inputs, pad_rows,
+    parameter_groups, resolve_device, sampled_softmax,
 )  # fmt: skip
 
 close = torch.testing.assert_close
@@ -308,6 +308,14 @@ def test_times_reach_the_model_in_training_and_evaluation():
     close(evaluate(model, examples)[1:], ranks(scores, torch.tensor([6]), torch.tensor([[11, 12, 13, 14, 15, 16]])))
     with pytest.raises(ValueError, match="no times"):
         evaluate(model, Examples(examples.users, from_lengths(np.array([3, 6]), sequences.items), examples.targets))
+
+
+def test_a_model_reads_recent_items_and_just_the_times_it_asks_for():
+    sequences = Sequences(np.array([0, 1, 4]), np.array([7, 1, 2, 3], dtype=np.int32), np.array([5, 6, 7, 8]))
+    ordered, timed = (small(SimpleNamespace(n_items=24), backbone="hstu", max_length=2, time_buckets=n) for n in (0, 8))
+    assert [x.tolist() for x in model_inputs(timed, sequences, np.array([0, 1]))] == [[[7, 0], [2, 3]], [[5, 0], [7, 8]]]
+    assert [x.tolist() for x in model_inputs(ordered, sequences, np.array([1]))] == [[[2, 3]]]
+    assert history_rows(sequences, np.array([1, 0])).tolist() == [[1, 2, 3], [7, 0, 0]]
 
 
 def test_a_half_written_checkpoint_is_dropped(split, tmp_path):

@@ -58,7 +58,7 @@ def main() -> None:
     model = kind(
         n_blocks=asked["n_layers"], n_heads=asked["n_heads"], n_factors=asked["d"], dropout_rate=asked["dropout"], session_max_len=asked["max_length"], lr=asked["lr"],
         batch_size=asked["batch_size"], loss="sampled_softmax" if asked["negatives"] else "softmax", n_negatives=asked["negatives"] or 1,
-        get_trainer_func=lambda: Trainer(accelerator="cpu", **quiet), **{"bert4rec": {"mask_prob": asked["mask_probability"]}, "hstu": {"relative_time_attention": False}}.get(asked["model"], {}),
+        get_trainer_func=lambda: Trainer(accelerator="cpu", **quiet), **{"bert4rec": {"mask_prob": asked["mask_probability"]}, "hstu": {"relative_time_attention": False, "similarity_module_kwargs": {"distance": asked.get("distance")}}}.get(asked["model"], {}),
     )  # fmt: skip
     for epoch in range(asked["every"], asked["epochs"] + 1, asked["every"]):
         start = time.process_time()

@@ -98,10 +98,12 @@ len(two), two[1], two.lengths
 def from_lengths(
     lengths: Int[np.ndarray, " users"],  # items per user
     items: Int[np.ndarray, " events"],  # all items, user after user
+    times: Int64[np.ndarray, " events"] | None = None,  # of each event
 ) -> Sequences:
-    "Sequences from their lengths; `ValueError` where they are negative or do not add up to the number of items."
+    "Sequences from their lengths; `ValueError` where they are negative or do not add up to the number of items, or items and times are not equally many."
     if (lengths < 0).any() or lengths.sum() != len(items): raise ValueError(f"lengths must be ≥ 0 and add up to {len(items)} items, got a sum of {lengths.sum()}, the least {lengths.min(initial=0)}")
-    return Sequences(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64), items.astype(np.int32))
+    if times is not None and len(times) != len(items): raise ValueError(f"each of the {len(items)} items needs a time, got {len(times)} times")
+    return Sequences(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64), items.astype(np.int32), times)
 
 
 # %% [markdown]
@@ -117,7 +119,7 @@ def take(
     "Keep some events of each user."
     row = np.repeat(np.arange(len(sequences)), sequences.lengths)
     times = None if sequences.times is None else sequences.times[keep]
-    return replace(from_lengths(np.bincount(row[keep], minlength=len(sequences)), sequences.items[keep]), times=times)
+    return from_lengths(np.bincount(row[keep], minlength=len(sequences)), sequences.items[keep], times)
 
 
 # %%
@@ -592,7 +594,7 @@ def rows(
     if len(users) == len(sequences): return sequences
     keep = np.isin(np.repeat(np.arange(len(sequences)), sequences.lengths), users)
     times = None if sequences.times is None else sequences.times[keep]
-    return replace(from_lengths(sequences.lengths[users], sequences.items[keep]), times=times)
+    return from_lengths(sequences.lengths[users], sequences.items[keep], times)
 
 
 # %%

@@ -224,11 +224,11 @@ def check_filter_options(
     layer: type[nn.Module] = BFTEncoderLayer,  # their class
 ) -> None:
     "Raise `TypeError` for options a plain model can't have, or that the filtering layer does not know."
-    if options and not bft:
-        raise TypeError(f"{', '.join(options)}: options of the filtering layers need bft=True")
     allowed = [p.name for p in inspect.signature(layer).parameters.values() if p.kind is p.KEYWORD_ONLY]
     if unknown := [name for name in options if name not in allowed]:
         raise TypeError(f"unknown option {unknown[0]!r} (allowed: {', '.join(allowed)})")
+    if options and not bft:
+        raise TypeError(f"{', '.join(options)}: options of the filtering layers need bft=True")
 
 
 # %% [markdown]
@@ -422,7 +422,7 @@ class Backbone(nn.Module, PyTorchModelHubMixin):
 # %% [markdown]
 # ## SASRec
 #
-# The first backbone is (31.1) and (31.2) and nothing else; mask and scores are the authors' [@kang2018sasrec]. GELU for their ReLU, torch's pre-norm layer, positions counted from the first item, and a sampled softmax for their binary cross-entropy with one negative are ours **[D]**: all three backbones share them, so that they differ in what they are named for.
+# The first backbone is (31.1) and (31.2) and nothing else; mask and scores are the authors' [@kang2018sasrec]. GELU for their ReLU, torch's pre-norm layer (`norm_first=False`: post-norm), positions counted from the first item, and a sampled softmax for their binary cross-entropy with one negative are ours **[D]**: all three backbones share them, so that they differ in what they are named for.
 
 # %%
 #| exports
@@ -438,12 +438,14 @@ class SASRec(Backbone):
         n_heads: int = 2,
         d_ff: int | None = None,  # width of the feed-forward network; None: as wide as `d`
         dropout: float = 0.3,  # on the embedding and inside the layers
+        norm_first: bool = True,  # pre-norm with a final norm; False: post-norm
         bft: bool = False,  # filtering layers in place of torch's
         precision: str = "item",  # where τ comes from: "item", "mlp" or "constant"; with `bft` only
         precision_init: float = 1.0,  # τ at the start; with `bft` only
         **options,  # further arguments of `BFTEncoderLayer`; with `bft` only
     ):
-        build = partial(filter_encoder if bft else plain_encoder, d, n_layers, n_heads, d if d_ff is None else d_ff, dropout, **options)
+        check_flag("norm_first", norm_first)
+        build = partial(filter_encoder if bft else plain_encoder, d, n_layers, n_heads, d if d_ff is None else d_ff, dropout, norm_first=norm_first, **options)
         super().__init__(build, n_items, max_length, d, n_layers, n_heads, d_ff, dropout, bft, precision, precision_init, options)
 
     def visible(self, items: Int[Tensor, "b t"], times: Int[Tensor, "b t"] | None) -> dict[str, Any]:
@@ -534,6 +536,14 @@ from bft_nb.encoder import precision_parameters
 degenerate = SASRec(n_items=6, max_length=5, d=8, bft=True, kriging=False, kalman=False).eval()
 degenerate.load_state_dict(model.state_dict(), strict=False)
 torch.testing.assert_close(degenerate(histories), model(histories), atol=1e-6, rtol=1e-5)
+
+# %% [markdown]
+# So it does where the norms stand behind the branches:
+
+# %%
+post, post_filter = (SASRec(n_items=6, max_length=5, d=8, norm_first=False, **kind).eval() for kind in ({}, dict(bft=True, kriging=False, kalman=False)))
+post_filter.load_state_dict(post.state_dict(), strict=False)
+torch.testing.assert_close(post_filter(histories), post(histories), atol=1e-6, rtol=1e-5)
 
 # %% [markdown]
 # The parameters that set a precision, which training gives a learning rate of their own:
@@ -1122,6 +1132,7 @@ test_fail(lambda: bert.last(torch.ones(1, 6, dtype=torch.long)), contains="longe
 test_fail(lambda: model(torch.ones(1, 3)), contains="float32")
 test_fail(lambda: SASRec(n_items=6, d=64, n_heads=3), contains="d=64 and n_heads=3")
 test_fail(lambda: SASRec(n_items=6, nu0=2.0), contains="nu0")
+test_fail(lambda: SASRec(n_items=6, norm_first=1), contains="norm_first must be True or False, got 1")
 test_fail(lambda: SASRec(n_items=6, bft=True, precision="user"), contains="'user'")
 test_fail(lambda: BERT4Rec(n_items=6, mask_probability=1.5), contains="mask_probability must be in [0, 1], got 1.5")
 test_fail(lambda: HSTU(n_items=6, time_buckets=128)(histories), contains="needs the times")
@@ -1136,7 +1147,7 @@ one.n_eff[0, :, 0].detach(), bool(torch.isfinite(one.observation.precision).all(
 # %% [markdown]
 # ## Assumptions, and where they break
 #
-# - Time enters SASRec and BERT4Rec only as order: a pause of a minute and one of a year look alike. HSTU can take the times, where there are any.
+# - Time enters SASRec and BERT4Rec only as order: a pause of a minute and one of a year look alike. HSTU reads the times if it is given `time_buckets` and the data have them.
 # - The positions are learned, so a model trained on short histories has never seen the later ones.
 # - BERT4Rec is trained on blanks anywhere and asked at the end. A state of one of its *items* is not a prediction of the next one; only the mask's is.
 # - HSTU keeps the relevances of all pairs in memory, $B H T^2$ numbers, and its filtering form some more: at $T = 200$ and 128 histories of two heads, 41 MB for each such table. A blocked form, as chapter 20 has for softmax, is possible and not done.

@@ -20,6 +20,7 @@
 
 # %% tags=["parameters"]
 studied = [["beauty", "sasrec"], ["instruments", "sasrec"], ["beauty", "hstu"], ["instruments", "hstu"], ["sports", "hstu"], ["toys", "hstu"]]  # data set and backbone
+norms = [["beauty", "sasrec"], ["beauty", "bert4rec"]]  # where the place of the norms is changed
 
 # %%
 import json
@@ -31,11 +32,11 @@ from bft_nb.backbones import BACKBONES
 from bft_nb.core import check_option
 from bft_nb.figures import COLOUR, use_style
 from bft_nb.report import choose, compare, signed
-from bft_nb.study import DATASETS, cell, metrics, study_rows, tuned
+from bft_nb.study import ARMS, DATASETS, cell, metrics, study_rows, tuned
 
 # %%
 use_style()
-for dataset, backbone in studied:
+for dataset, backbone in [*studied, *norms]:
     check_option("dataset", dataset, DATASETS)
     check_option("backbone", backbone, BACKBONES)
 
@@ -58,6 +59,8 @@ for dataset, backbone in studied:
 # | `precision_init: 0.1`, `10`, `100`, `frequency` | τ starts lower, higher, much higher, by log frequency |
 # | `precision_lr` | τ and Q learn faster |
 #
+# Where the norms stand is no part of the filter, but changes what it filters; it has a table of its own, at the end.
+#
 # HSTU has no feed-forward network, so no J; its weights are not a distribution, so the reading of weights and the resolution do not arise.
 
 # %%
@@ -65,9 +68,10 @@ stored = study_rows()
 
 
 def variants(dataset: str, backbone: str) -> dict[str, pd.DataFrame]:
-    "All stored variants of the filter at its tuned settings, by their options."
+    "All stored variants of the filter at its tuned settings, by their options, but those with the norms elsewhere or that read times."
     rows = choose(stored, dataset=dataset, model=backbone, thin=1.0, bft=True, **tuned(stored, backbone, "filter", dataset))
-    return {options: cell(stored, dataset, backbone, json.loads(options)) for options in sorted(rows["options"].unique(), key=lambda o: (o != "{}", o))}
+    kept = [options for options in rows["options"].unique() if not {"norm_first", "time_buckets"} & set(json.loads(options))]
+    return {options: cell(stored, dataset, backbone, json.loads(options)) for options in sorted(kept, key=lambda o: (o != "{}", o))}
 
 
 found = {(dataset, backbone): variants(dataset, backbone) for dataset, backbone in studied}
@@ -96,24 +100,49 @@ table.fillna("").rename_axis(["data", "backbone", "options"])
 
 # %%
 #| label: fig-ablation
-#| fig-cap: "NDCG@10 of each variant minus that of the filter as derived (bars: 95 % interval over users)."
+#| fig-cap: "NDCG@10 of each variant minus that of the filter as derived, in percent of the latter (bars: 95 % interval over users)."
 #| code-fold: true
 shown = [where for where in found if len(found[where]) > 1]
 every = sorted({options for where in shown for options in found[where]} - {"{}"})
 fig, axes = plt.subplots(1, len(shown), figsize=(1.5 * len(shown) + 1.6, 0.22 * len(every) + 0.8), squeeze=False, sharey=True, dpi=100)
 for ax, where in zip(axes[0], shown):
     for options in set(found[where]) & set(every):
-        d = compare(found[where][options], found[where]["{}"])["all"]
+        d = compare(found[where][options], found[where]["{}"], relative=True)["all"]
         ax.errorbar(d.mean, every.index(options), xerr=[[d.mean - d.low], [d.high - d.mean]], fmt="o", color=COLOUR["posterior"])
     ax.axvline(0, color="0.6", lw=1)
-    ax.set(title="\n".join(where), yticks=range(len(every)), yticklabels=[o.strip("{}").replace('"', "") for o in every], xlabel="Δ NDCG@10")
-    ax.locator_params(axis="x", nbins=3)
+    ax.set(title="\n".join(where), yticks=range(len(every)), yticklabels=[o.strip("{}").replace('"', "") for o in every], xlabel="Δ [%]")
+    ax.locator_params(axis="x", nbins=4, integer=True)
 plt.show()
+
+# %% [markdown]
+# ## Norms in front or behind
+#
+# All models of the study are pre-norm: a branch reads $\operatorname{norm}(h)$ and adds to an $h$ that no norm touches, so $h$ grows over the layers and the share of one observation in it shrinks. In post-norm, as in the original transformer and BERT4Rec, a norm stands behind each sum: $h$ has a fixed length, and the filter's belief passes two norms a layer, each of which rescales its precision (21.3). A filter whose gain only stands in for a length that nobody bounds would have less to do there.
+#
+# The layers keep the dropout and learning rate that they chose in pre-norm, so it is the difference *between* the layers within post-norm that is asked for; post-norm itself may want a smaller rate.
+
+
+# %%
+POST = {"norm_first": False}
+
+
+def norm_line(where: tuple[str, str], arm: str) -> dict[str, str]:
+    "One layer in both places of the norms, and in post-norm the filter's lead over it; says what is not stored."
+    pre, post = cell(stored, *where, arm), cell(stored, *where, arm, options=POST)
+    values = {f"{name}, {split}": f"{metrics(rows, split)['mean']['ndcg@10']:.4f}" if len(rows) else "no rows stored yet" for name, rows in (("pre", pre), ("post", post)) for split in ("valid", "test")}
+    pairs = {"post to pre %": (post, pre)}
+    if arm != "filter":
+        pairs |= {f"filter to it, {name} %": (cell(stored, *where, "filter", options=o), rows) for name, o, rows in (("pre", None, pre), ("post", POST, post))}
+    return values | {name: signed(compare(a, b, relative=True)["all"], 1) for name, (a, b) in pairs.items() if set(a["seed"]) & set(b["seed"])}
+
+
+# %%
+pd.DataFrame({(*where, arm): norm_line(where, arm) for where in norms for arm in ARMS}).T.fillna("").rename_axis(["data", "backbone", "layer"])
 
 # %% [markdown]
 # ## Reading
 #
-# What the table shows is what is stored: for SASRec most kinds of variant on Beauty and the main ones on Instruments; for HSTU a larger first precision. Not run are the other reading of the weights, gradients through $J$, a $\tau$ that starts at another number in SASRec, other values of $Q$ and $\nu_0$, and the halves of HSTU's filter. Each is shown when its rows are.
+# What the table shows is what is stored: for SASRec most kinds of variant on Beauty and the main ones on Instruments; for HSTU a larger first precision. Not run are the other reading of the weights, the norms behind the branches, gradients through $J$, a $\tau$ that starts at another number in SASRec, other values of $Q$ and $\nu_0$, and the halves of HSTU's filter. Each is shown when its rows are.
 #
 # **On Beauty no part is missed**, as there is no gain to lose. Without a Jacobian, without $Q$, with one variance per head, with one $\tau$ for all or one that starts from frequency, the filter ranks as it does whole. Bias alone and a prior worth next to nothing are better than the whole on the test items, by amounts just clear of zero, but neither stands out on validation, where gain alone leads; of ten variants at one seed that establishes no order. A $\tau$ from the embedding, by a network, is the one variant that is worse on both.
 #

@@ -61,7 +61,7 @@ if store and (dataset == "synthetic" or not rectools):
 # %% [markdown]
 # ## One run
 #
-# The sequences go to `benchmarks/peers/rectools_quality.py`, which runs in an environment with RecTools (`recommendation_speed` says how to make one). Its learning rate is constant and it stops early on the validation items, where ours falls to zero over a fixed number of epochs; budget and settings are its own best case as far as `minutes` allow.
+# The sequences go to `benchmarks/peers/rectools_quality.py`, which runs in an environment with RecTools (`recommendation_speed` says how to make one). Its learning rate is constant and it stops early on the validation items, where ours falls to zero over a fixed number of epochs; budget and settings are its own best case as far as `minutes` allow. Left to itself it scores HSTU's items by their cosine with the state, so by numbers between −1 and 1, without the temperature that the authors divide these by; the scores here are products, as in its other models and in ours.
 
 # %%
 data = load(dataset)
@@ -70,6 +70,7 @@ settings = dict(
     model=backbone, seed=seed, d=d, n_layers=2, n_heads=2, max_length=max_length, batch_size=128, dropout=dropout, lr=lr, negatives=negatives,
     mask_probability=mask_probability, epochs=epochs, every=every, patience=patience, minutes=minutes,
 )  # fmt: skip
+if backbone == "hstu": settings["distance"] = "dot"
 params = settings | {"bft": False, "split_hash": split.hash[:16]}
 run, path = dict(exp="crosscheck", dataset=dataset, model=f"rectools-{backbone}", params=params, seed=seed), results_folder() / "crosscheck.csv"
 if store: check_new(path, run)
