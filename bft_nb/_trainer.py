@@ -3,14 +3,18 @@
 import logging
 import math
 import time
+from functools import partial
 from typing import Any
 
+import numpy as np
+import torch
+from accelerate.data_loader import prepare_data_loader
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from bft_nb.ranking import Ranking
-from bft_nb.training import LengthBatches, evaluate
+from bft_nb.training import IGNORE, LengthBatches, ranks_of
 
 # it orders checkpoints by number where a file system's times do not tell them apart: nothing a user could act on
 logging.getLogger("transformers.trainer_utils").addFilter(lambda record: "mtime may not be reliable" not in record.getMessage())
@@ -24,12 +28,30 @@ class OneDevice(TrainingArguments):
         return min(1, super().n_gpu)
 
 
-def as_is(batch: Any) -> Any:
-    "The collate function of batches that come collated."
-    return batch
+def share(batch: dict[str, torch.Tensor], rank: int, n: int) -> dict[str, torch.Tensor]:
+    "The rows of one of `n` processes; where none is left for it, a row without labels, which has no gradient."
+    if rank < len(batch["labels"]):
+        return {name: x[rank::n] for name, x in batch.items()}
+    row = {name: x[:1] for name, x in batch.items()}
+    return row | {"labels": torch.full_like(row["labels"], IGNORE)}
 
 
-class RankingTrainer(Trainer):
+class SharedBatches(Trainer):
+    "Several processes share each batch: they take the steps that one process would take."
+
+    def get_train_dataloader(self) -> DataLoader:
+        rank, n = self.args.process_index, self.args.world_size
+        if n == 1:
+            return super().get_train_dataloader()
+        return self.undivided(batch_size=self.args.per_device_train_batch_size, collate_fn=lambda batch: self.data_collator(batch[rank::n]))
+
+    def undivided(self, **options: Any) -> DataLoader:
+        "A loader that fetches whole batches in every process, so that each can take its rows."
+        loader = DataLoader(self.train_dataset, **options)
+        return prepare_data_loader(loader, self.accelerator.device, num_processes=1, process_index=0, put_on_device=True)
+
+
+class RankingTrainer(SharedBatches):
     "Length-bucketed batches in, ranking metrics out."
 
     def __init__(self, *args, batches: LengthBatches, valid: Any, eval_batch_size: int, filter_seen: bool, **kwargs):
@@ -38,15 +60,16 @@ class RankingTrainer(Trainer):
         self.eval_batch_size, self.filter_seen, self.started = eval_batch_size, filter_seen, time.perf_counter()
 
     def get_train_dataloader(self) -> DataLoader:
-        return self.accelerator.prepare(DataLoader(self.train_dataset, batch_sampler=self.batches, collate_fn=as_is))
+        return self.undivided(batch_sampler=self.batches, collate_fn=partial(share, rank=self.args.process_index, n=self.args.world_size))
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval") -> dict[str, float]:
-        "Rank the validation targets; the seconds are those since the last validation, so they cover the epochs between."
+        "Rank the validation targets, each process its share of them; the seconds are those since the last validation, so they cover the epochs between."
         values = self.state.log_history[-1:]
         if values and not math.isfinite(values[0].get("loss", 0.0)):
             raise FloatingPointError(f"the training loss is {values[0]['loss']} after epoch {self.state.epoch:.0f}: try a smaller lr")
         metric = Ranking(k=(10,), filter_seen=self.filter_seen)
-        metric.update(evaluate(self.model, self.valid, filter_seen=self.filter_seen, batch_size=self.eval_batch_size))
+        mine = np.arange(self.args.process_index, len(self.valid.targets), self.args.world_size)
+        metric.update(ranks_of(self.model, self.valid, mine, self.filter_seen, self.eval_batch_size))
         values = metric.compute()
         now = time.perf_counter()
         metrics = {f"{metric_key_prefix}_{name}": float(values[name]) for name in ("hr@10", "ndcg@10")}
@@ -82,7 +105,7 @@ class Progress(TrainerCallback):
         self.shown: dict[str, str] = {}
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self.bar = tqdm(total=self.total, initial=state.global_step, unit="step")
+        self.bar = tqdm(total=self.total, initial=state.global_step, unit="step", disable=not state.is_world_process_zero)
 
     def on_step_end(self, args, state, control, **kwargs):
         self.bar.update(state.global_step - self.bar.n)

@@ -23,6 +23,7 @@ from torch import nn
 
 from bft_nb.core import check_count, check_option, check_positive
 from bft_nb.models import load_model
+from bft_nb.processes import join, number_of_processes, train_together
 from bft_nb.qa import Collator, Example, Question, check_lengths, evaluating, loss_func, prompt_ids, room
 
 __all__ = ["ADAPTERS", "DTYPES", "LEARNT", "METHODS", "Method", "Prepared", "Tuned", "adapted", "added_parameters", "answering", "converted", "finetune", "learnt", "length_grouped", "prepare"]
@@ -166,18 +167,19 @@ def finetune(
     steps: int,
     lr: float,  # at its highest: it rises over a twentieth of the steps and falls linearly to zero
     precision_lr: float | None = None,  # of what the method adds to the layers; None: the same
-    batch_size: int = 4,
+    batch_size: int = 4,  # examples of a step, of all processes together
     seed: int = 0,  # order of examples and dropout
     dtype: str = "float32",  # "bfloat16": autocast
     device: str = "auto",
     out_dir: str | Path | None = None,  # checkpoints, four over the run; called again with the same folder and arguments, a killed run goes on. None: none are kept
     progress: bool = False,
+    processes: int | None = None,  # that share each batch; None: one for each visible GPU
 ) -> Tuned:
-    "Train for a number of steps, in place. Raises `ValueError` for impossible arguments, examples longer than the model can take and an `out_dir` of another run, `FloatingPointError` if a loss or a weight is no longer finite."
-    from transformers import PrinterCallback, Trainer, TrainingArguments
+    """Train for a number of steps, in place. Several processes (`bft_nb.processes`) take the steps of one; without dropout their losses are the same but for rounding.
 
-    from bft_nb._trainer import LastStep
-    from bft_nb.training import check_out_dir, resolve_device, run_trainer
+    Raises `ValueError` for impossible arguments, examples longer than the model can take and an `out_dir` of another run, `FloatingPointError` if a loss or a weight is no longer finite.
+    """
+    from bft_nb.training import check_out_dir, resolve_device
 
     check_option("method", method, METHODS)
     check_option("dtype", dtype, DTYPES)
@@ -187,33 +189,57 @@ def finetune(
     if not len(examples):
         raise ValueError("examples must hold one at least")
     check_lengths(examples, model)
+    settings = dict(method=method, steps=steps, lr=lr, precision_lr=lr if precision_lr is None else precision_lr, batch_size=batch_size, seed=seed, dtype=dtype)
     if out_dir is not None:
-        settings = dict(method=method, steps=steps, lr=lr, precision_lr=precision_lr or lr, batch_size=batch_size, seed=seed, dtype=dtype)
         check_out_dir(Path(out_dir), _settings_hash(model, examples, settings))
     place = resolve_device(device)
-    order = length_grouped([len(e.input_ids) for e in examples], steps, batch_size, seed)
+    flat = [len(e.input_ids) for e in examples], *(torch.cat(parts) for parts in zip(*examples))  # many small tensors would travel slowly
+    n, task = number_of_processes(processes, place, batch_size), (flat, collate, settings, place.type, out_dir, progress)
+    return train_together(_train, model, task, n, place) if n > 1 else _train(model, *task)
+
+
+def _train(model: nn.Module, flat: tuple, collate: Collator, how: dict[str, Any], place: str, out_dir: str | Path | None, progress: bool) -> Tuned:
+    "Train in this process, from the newest checkpoint on if there is one."
+    from bft_nb.training import run_trainer
+
+    join(torch.device(place))
+    lengths, tokens, labels = flat
+    examples = [Example(*row) for row in zip(tokens.split(lengths), labels.split(lengths), strict=True)]
     with tempfile.TemporaryDirectory() as scratch:
-        arguments = TrainingArguments(
-            output_dir=str(out_dir or scratch), max_steps=steps, per_device_train_batch_size=batch_size, seed=seed, data_seed=seed, bf16=dtype == "bfloat16",
-            use_cpu=place.type == "cpu", lr_scheduler_type="linear", warmup_steps=math.ceil(steps / 20), max_grad_norm=1.0, logging_steps=max(1, steps // 20), logging_nan_inf_filter=False,
-            save_strategy="steps" if out_dir else "no", save_steps=max(1, steps // 4), save_total_limit=2, report_to="none", disable_tqdm=not progress,
-            remove_unused_columns=False, label_names=["labels"], dataloader_pin_memory=False, train_sampling_strategy="sequential",
-        )  # fmt: skip
-        trainer = Trainer(
-            model.train(), arguments, train_dataset=[examples[i] for i in order], data_collator=collate, compute_loss_func=loss_func(METHODS[method].loss),
-            optimizers=(torch.optim.AdamW(_groups(model.to(place), bool(METHODS[method].added), lr, precision_lr)), None),
-        )  # fmt: skip
-        trainer.remove_callback(PrinterCallback)
-        trainer.add_callback(LastStep)
+        trainer = _trainer(model.to(place).train(), examples, collate, how, str(out_dir or scratch), place == "cpu", bool(out_dir), progress)
         checkpoint = _last_checkpoint(Path(out_dir)) if out_dir else None
         with contextlib.redirect_stdout(io.StringIO()) if not progress else contextlib.nullcontext():
             run_trainer(trainer, checkpoint)
+    steps = how["steps"]
     losses = [{"step": row["step"], "loss": row["loss"]} for row in trainer.state.log_history if "loss" in row]
     if bad := [row for row in losses if not math.isfinite(row["loss"])]:
         raise FloatingPointError(f"the training loss is {bad[0]['loss']} after {bad[0]['step']} steps: try a smaller lr")
     if any(not bool(p.isfinite().all()) for p in model.parameters() if p.requires_grad):
         raise FloatingPointError(f"a weight is no longer finite after {steps} steps: try a smaller lr")
     return Tuned(losses, float(next((row["train_runtime"] for row in reversed(trainer.state.log_history) if "train_runtime" in row), math.nan)))
+
+
+def _trainer(model: nn.Module, examples: list[Example], collate: Collator, how: dict[str, Any], folder: str, on_cpu: bool, save: bool, progress: bool):
+    "A trainer ready to run."
+    from transformers import PrinterCallback
+
+    from bft_nb._trainer import LastStep, OneDevice, SharedBatches
+
+    method, steps, seed = METHODS[how["method"]], how["steps"], how["seed"]
+    arguments = OneDevice(
+        output_dir=folder, max_steps=steps, per_device_train_batch_size=how["batch_size"], seed=seed, data_seed=seed, bf16=how["dtype"] == "bfloat16",
+        use_cpu=on_cpu, lr_scheduler_type="linear", warmup_steps=math.ceil(steps / 20), max_grad_norm=1.0, logging_steps=max(1, steps // 20), logging_nan_inf_filter=False,
+        save_strategy="steps" if save else "no", save_steps=max(1, steps // 4), save_total_limit=2, report_to="none", disable_tqdm=not progress,
+        remove_unused_columns=False, label_names=["labels"], dataloader_pin_memory=False, train_sampling_strategy="sequential",
+    )  # fmt: skip
+    order = length_grouped([len(e.input_ids) for e in examples], steps, how["batch_size"], seed)
+    trainer = SharedBatches(
+        model, arguments, train_dataset=[examples[i] for i in order], data_collator=collate, compute_loss_func=loss_func(method.loss),
+        optimizers=(torch.optim.AdamW(_groups(model, bool(method.added), how["lr"], how["precision_lr"])), None),
+    )  # fmt: skip
+    trainer.remove_callback(PrinterCallback)
+    trainer.add_callback(LastStep)
+    return trainer
 
 
 def _settings_hash(model: nn.Module, examples: Sequence[Example], settings: dict[str, Any]) -> str:

@@ -26,6 +26,7 @@ from torch.utils.data import Dataset
 
 from bft_nb.core import check_count, check_flag, check_option, check_positive
 from bft_nb.download import written
+from bft_nb.processes import join, number_of_processes, process, train_together
 from bft_nb.ranking import ranks
 
 IGNORE = -100  # label of a position without a target (padding); what `transformers` counts as "no label"
@@ -234,19 +235,32 @@ def evaluate(
     check_count("batch_size", batch_size)
     if device is not None:
         model.to(resolve_device(device) if isinstance(device, str) else device)
+    return ranks_of(model, examples, np.arange(len(examples.targets)), filter_seen, batch_size)
+
+
+@torch.no_grad()
+def ranks_of(
+    model: nn.Module,
+    examples: Any,  # `Examples`
+    which: Int[np.ndarray, " m"],  # of the examples
+    filter_seen: bool,
+    batch_size: int,
+) -> Int[Tensor, " m"]:
+    "`evaluate`, for some of the examples."
     place = next(model.parameters()).device
     targets = torch.as_tensor(np.asarray(examples.targets)).long()
-    order = np.argsort(np.diff(np.asarray(examples.histories.offsets)), kind="stable")
-    found = torch.empty(len(targets), dtype=torch.int64)
+    order = np.argsort(np.diff(np.asarray(examples.histories.offsets))[which], kind="stable")
+    found = torch.empty(len(which), dtype=torch.int64)
     training = model.training
     model.eval()
     try:
         for start in range(0, len(order), batch_size):
-            rows = order[start : start + batch_size]
+            at = order[start : start + batch_size]
+            rows = which[at]
             read = (values.to(place) for values in model_inputs(model, examples.histories, rows))
             scores = model.scores(model.last(*read)).float()
             seen = history_rows(examples.histories, rows).to(place) if filter_seen else None
-            found[rows] = ranks(scores, targets[rows].to(place), seen).cpu()
+            found[at] = ranks(scores, targets[rows].to(place), seen).cpu()
     finally:
         model.train(training)
     return found
@@ -391,7 +405,7 @@ def fit(
     *,
     seed: int = 0,  # order of batches, dropout and negatives (the model was initialised before)
     epochs: int = 100,  # at most
-    batch_size: int = 128,  # sequences
+    batch_size: int = 128,  # sequences of a step, of all processes together
     lr: float = 3e-3,  # of AdamW, at the start
     schedule: str = "constant",  # of both learning rates: "constant", or "linear" down to zero after the last of `epochs`
     precision_lr: float | None = None,  # of the precision parameters; None: `lr`
@@ -405,11 +419,13 @@ def fit(
     progress: bool = False,  # bar with loss and validation metric
     filter_seen: bool = True,  # in validation
     eval_batch_size: int = 128,
+    processes: int | None = None,  # that share each batch; None: one for each visible GPU
 ) -> FitResult:
     """Train on all positions of the training sequences, stop early, restore the best epoch.
 
     Deterministic by `seed` on a CPU, and a killed run that is called again ends bit for bit where an uninterrupted one does
-    (checkpoints are written at every validation). Raises `ValueError` for impossible arguments and for an `out_dir` of another run,
+    (checkpoints are written at every validation). Several processes (`bft_nb.processes`) take the steps of one: without dropout their losses are the same
+    but for rounding, and either can go on where the other was killed. Raises `ValueError` for impossible arguments and for an `out_dir` of another run,
     `FloatingPointError` if the loss becomes NaN or infinite.
     """
     settings = dict(
@@ -418,20 +434,29 @@ def fit(
     )  # fmt: skip
     _check_settings({**settings, "eval_batch_size": eval_batch_size})
     _check_data(model, split)
-    place = resolve_device(device)
+    place, (rank, world) = resolve_device(device), process()
+    n = number_of_processes(processes, place, batch_size)
+    if world > 1 and out_dir is None:
+        raise ValueError(f"out_dir must be a folder that all {world} processes see, got None")
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(out_dir or scratch).absolute()
         check_out_dir(folder, _settings_hash(model, split, settings))
-        trainer = _trainer(model, split, folder, place, settings, eval_batch_size, progress)
-        checkpoint = last_checkpoint(folder)
-        if not (checkpoint and _finished(Path(checkpoint), epochs, patience)):
-            run_trainer(trainer, checkpoint)
-            state = trainer.state
+        checkpoint, task = last_checkpoint(folder), (split, folder, place.type, settings, eval_batch_size, progress)
+        if checkpoint and _finished(Path(checkpoint), epochs, patience):
+            log = _restore_best(Path(checkpoint), model.to(place))
         else:
-            state = _restore_best(Path(checkpoint), model)
-        if out_dir is not None and trainer.is_world_process_zero() and hasattr(model, "save_pretrained"):
+            log = train_together(_train, model, task, n, place) if n > 1 else _train(model, *task)
+        if out_dir is not None and rank == 0 and hasattr(model, "save_pretrained"):
             model.save_pretrained(folder / "model")
-    return _result(state.log_history)
+    return _result(log)
+
+
+def _train(model, split, folder: Path, place: str, settings: dict[str, Any], eval_batch_size: int, progress: bool) -> list[dict[str, float]]:
+    "Train in this process, from the newest checkpoint on if there is one; the trainer's log."
+    join(torch.device(place))
+    trainer = _trainer(model, split, folder, torch.device(place), settings, eval_batch_size, progress)
+    run_trainer(trainer, last_checkpoint(folder))
+    return trainer.state.log_history
 
 
 def run_trainer(trainer: Any, checkpoint: str | None) -> None:
@@ -454,7 +479,7 @@ def _trainer(model, split, folder: Path, place: torch.device, settings: dict[str
     data = TrainingSequences(split.train, model)
     batches = data.batches(settings["batch_size"], settings["seed"])
     groups = parameter_groups(model.to(place), settings["lr"], settings["precision_lr"], settings["weight_decay"])
-    loss = SequenceLoss(model, settings["negatives"], data.n_targets() / len(batches))
+    loss = SequenceLoss(model, settings["negatives"], data.n_targets() / len(batches) / process()[1])  # gradients are averaged over processes
     callbacks = [Every(settings["validate_every"]), EarlyStoppingCallback(settings["patience"])]
     if progress:
         callbacks.append(Progress(len(batches) * settings["epochs"]))
@@ -493,13 +518,13 @@ def _finished(checkpoint: Path, epochs: int, patience: int) -> bool:
     return rows[-1]["epoch"] >= epochs or since_best >= patience
 
 
-def _restore_best(checkpoint: Path, model: nn.Module):
-    "Load the weights of the best epoch of a finished run; return its state."
+def _restore_best(checkpoint: Path, model: nn.Module) -> list[dict[str, float]]:
+    "Load the weights of the best epoch of a finished run; its log."
     from safetensors.torch import load_model
 
     state = _state(checkpoint)
     load_model(model, checkpoint.parent / Path(state.best_model_checkpoint).name / "model.safetensors")
-    return state
+    return state.log_history
 
 
 def _best(rows: list[dict[str, float]]) -> int:

@@ -1,4 +1,4 @@
-"What several test files need: scripts of tools/, two processes, a wait."
+"What several test files need: scripts of tools/, two processes, a wait, a look whether a process lives."
 
 import importlib.util
 import os
@@ -28,6 +28,14 @@ def until(true, seconds=120):
     while not true():
         assert time.monotonic() < end, "waited too long"
         time.sleep(0.02)
+
+
+def alive(pid):
+    "Does a process run? One that has ended and is not waited for does not."
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split(")")[-1].split()[0] != "Z" if os.path.isdir("/proc") else os.kill(pid, 0) is None
+    except (OSError, IndexError):
+        return False
 
 
 def two_processes(folder, code):

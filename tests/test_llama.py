@@ -514,7 +514,6 @@ for _ in range(3):  # a parameter without gradient would be an error in the seco
     losses.append(mean.item() / 2)
 if dist.get_rank() == 0:
     print(json.dumps(losses))
-dist.barrier()  # or one process closes what the other still reads
 dist.destroy_process_group()
 """
 

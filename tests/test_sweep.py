@@ -7,14 +7,13 @@ import sys
 from collections import Counter
 from concurrent.futures import Future
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import nbformat
 import pytest
 import yaml
 from filelock import FileLock
-from helpers import ROOT, until
+from helpers import ROOT, alive, until
 from nbformat.v4 import new_code_cell, new_notebook
 
 from bft_nb import cli, runner, study, sweep
@@ -301,14 +300,7 @@ class Little:
 
     def alive(self):
         "Kernels that are still there."
-        return [pid for p in self.marks.glob("*.pid") if (pid := int(p.stem)) and _alive(pid)]
-
-
-def _alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().split(")")[-1].split()[0] != "Z" if os.path.isdir("/proc") else os.kill(pid, 0) is None
-    except (OSError, IndexError):
-        return False
+        return [pid for p in self.marks.glob("*.pid") if (pid := int(p.stem)) and alive(pid)]
 
 
 @pytest.fixture

@@ -463,7 +463,6 @@ alone = Ranking(filter_seen=True, sync_on_compute=False)
 alone.update(evaluate(model, split.test))
 assert abs(float(alone.compute()["ndcg@10"] - total["ndcg@10"])) < 1e-12
 assert result.history[-1]["loss"] < result.history[0]["loss"]
-dist.barrier()  # or one process closes what the other still reads
 dist.destroy_process_group()
 print("both fine")
 """

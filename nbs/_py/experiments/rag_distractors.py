@@ -273,7 +273,7 @@ changed(*pair, names, split=splits[20]) if len(pair) == 2 else "no rows are stor
 # %% [markdown]
 # ## The paper's size
 #
-# TinyLlama-1.1B is the same notebook with another model, on a machine with a GPU; there are no more questions to learn from, so each of some two thousand is seen twice (its rows are read as above, with `study_rows` at that budget):
+# TinyLlama-1.1B is the same notebook with another model, on a machine with a GPU, or several, which share each batch; there are no more questions to learn from, so each of some two thousand is seen twice (its rows are read as above, with `study_rows` at that budget):
 #
 # ```bash
 # M=TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T

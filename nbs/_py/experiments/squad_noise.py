@@ -272,7 +272,7 @@ changed(*pairs[max(lead)], names) if lead else "no rows are stored yet"
 # %% [markdown]
 # ## The paper's size
 #
-# TinyLlama-1.1B on 32,000 questions of SQuAD is the same notebook with other parameters, on a machine with a GPU (its rows are read as above, with `study_rows` at that budget):
+# TinyLlama-1.1B on 32,000 questions of SQuAD is the same notebook with other parameters, on a machine with a GPU, or several, which share each batch (its rows are read as above, with `study_rows` at that budget):
 #
 # ```bash
 # M=TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T
