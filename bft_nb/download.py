@@ -120,8 +120,8 @@ def _stream(url: str, part: Path, progress: bool, timeout: float) -> None:
 def fetch(source: Source, folder: Path, progress: bool = True, timeout: float = 60.0) -> Path:
     """The path of `source` in `folder`, downloaded unless it lies there already with the right checksum.
 
-    Raises `DownloadError` when the publisher cannot be reached, the file arrives truncated or its checksum is wrong;
-    a wrong or truncated file is deleted.
+    Raises `DownloadError` when the folder cannot be written to, the publisher cannot be reached, the file arrives truncated or its
+    checksum is wrong; a wrong or truncated file is deleted.
     """
     if not source.filename: raise DownloadError(f"{source.url!r} names no file")
     path = folder / source.filename
@@ -131,6 +131,10 @@ def fetch(source: Source, folder: Path, progress: bool = True, timeout: float = 
             return path
         except DownloadError:
             path.unlink()
+    try:
+        check_writable(path)
+    except OSError as e:
+        raise DownloadError(f"{e.strerror}: set BFT_CACHE to a folder where it can be kept") from e
     try:
         with written(path) as part:
             _stream(source.url, part, progress, timeout)

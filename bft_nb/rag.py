@@ -10,10 +10,23 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, LlamaForCausalLM
 
-from bft_nb.core import check_count
-from bft_nb.qa import GOLD, Collator, Question, Retrieved, check_asked, evaluating, first_line, lookup, prompt_ids, room
+from bft_nb.core import check_count, check_option
+from bft_nb.qa import (
+    GOLD,
+    Collator,
+    Question,
+    Retrieved,
+    check_asked,
+    evaluating,
+    first_line,
+    lookup,
+    nq_retrieved,
+    prompt_ids,
+    room,
+)  # fmt: skip
+from bft_nb.qa_settings import RETRIEVED
 
-__all__ = ["answer_growing", "lookup_retrieved", "mixed", "snippet", "snippets"]
+__all__ = ["answer_growing", "check_prompts", "lookup_retrieved", "mixed", "questions", "snippet", "snippets"]
 
 CACHE = "cache" if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters else "past_key_values"  # transformers renamed it in 5.2x
 
@@ -24,6 +37,15 @@ def lookup_retrieved(n: int, seed: int = 0) -> list[Retrieved]:
     for q in lookup(n, facts=6, seed=seed):
         at, sentences = q.context[: q.span[0]].count(". "), [(s.split()[0], s) for s in re.split(r"(?<=\.) ", q.context)]
         found.append(Retrieved(q.id, q.question, q.answers, sentences[at], tuple(sentences[:at] + sentences[at + 1 :])))
+    return found
+
+
+def questions(data: str) -> list[Retrieved]:
+    "The questions of `bft_nb.qa_settings.RETRIEVED` by name, their number verified; raises what `bft_nb.qa.nq_retrieved` does."
+    check_option("data", data, RETRIEVED)
+    found = lookup_retrieved(RETRIEVED[data].questions) if data == "lookup" else nq_retrieved()
+    if len(found) != RETRIEVED[data].questions:
+        raise ValueError(f"{data!r}: found {len(found)} questions, the data set has {RETRIEVED[data].questions}")
     return found
 
 
@@ -46,8 +68,10 @@ def snippet(
 
 
 def snippets(r: Retrieved, words: int, seed: int = 0) -> Retrieved:
-    "Every passage cut to so many words at a random place, that of the gold passage so that it still holds the answer: neither its length nor a place tells it from the others."
-    check_count("words", words)
+    "Every passage cut to so many words (0: left whole) at a random place, that of the gold passage so that it still holds the answer: neither its length nor a place tells it from the others."
+    check_count("words", words, 0)
+    if not words:
+        return r
     rng = random.Random(f"{seed}-{r.id}")
     return r._replace(
         gold=(r.gold[0], snippet(r.gold[1], words, rng, r.answers)), distractors=tuple((title, snippet(text, words, rng)) for title, text in r.distractors)
@@ -114,6 +138,22 @@ def _grow(reader: Reader, contexts: Sequence[Sequence[Sequence[int]]], max_new_t
         yield reader.ask([row[d:] for row, d in zip(rows, done)], max_new_tokens)
 
 
+def check_prompts(
+    questions: Sequence[Question],
+    model: Any,  # causal language model of transformers
+    tokenizer: Any,
+    max_new_tokens: int,
+) -> list[list[int]]:  # the tokens of each prompt
+    "The prompts of questions as tokens; `ValueError` for an empty question or context, and where one does not fit into the model, with so many tokens for the answer."
+    for q in questions:
+        check_asked(q)
+    ids = [prompt_ids(q, tokenizer) for q in questions]
+    longest = max(map(len, ids), default=0)
+    if longest + max_new_tokens > room(model):
+        raise ValueError(f"a prompt has {longest} tokens, with {max_new_tokens} for the answer that is longer than the model's {room(model)}: take fewer distractors, or fewer words of a passage")
+    return ids
+
+
 def answer_growing(
     model: Any,  # causal language model of transformers
     tokenizer: Any,
@@ -127,14 +167,9 @@ def answer_growing(
     """
     check_count("max_new_tokens", max_new_tokens)
     check_count("batch_size", batch_size)
-    for q in (q for questions in contexts for q in questions):
-        check_asked(q)
-    ids = [[prompt_ids(q, tokenizer) for q in questions] for questions in contexts]
+    ids = [check_prompts(questions, model, tokenizer, max_new_tokens) for questions in contexts]
     if not ids or len({len(rows) for rows in ids}) > 1 or not ids[0]:
         raise ValueError(f"contexts must hold the same questions, one at least, got {[len(rows) for rows in ids]} of them")
-    limit, longest = room(model), max(len(r) for rows in ids for r in rows)
-    if longest + max_new_tokens > limit:
-        raise ValueError(f"a prompt has {longest} tokens, with {max_new_tokens} for the answer that is longer than the model's {limit}")
     order = sorted(range(len(ids[0])), key=lambda i: len(ids[-1][i]))
     out = [[""] * len(order) for _ in ids]
     with evaluating(model):

@@ -193,11 +193,23 @@ def check_new(path: str | Path, run: Mapping[str, Any]) -> None:
         raise Stored(f"{path} holds the rows of this run: remove them to make them again, or run it with store=false")
 
 
+def check_part(name: str, value: str) -> None:
+    "Raise `ValueError` for what can be no part of a file name."
+    if not re.fullmatch(r"[\w.+=-]+", value):
+        raise ValueError(f"{name} is part of a file name and must consist of letters, digits and . + = - _, got {value!r}")
+
+
+def model_name(model: str) -> str:
+    "What rows call a language model: its name, or the last part of a path or an id. `ValueError` if that can be no part of a file name."
+    name = Path(os.path.abspath(Path(model).expanduser())).name
+    check_part("the last part of model", name)
+    return name
+
+
 def ranks_path(folder: str | Path, run: Mapping[str, Any], split: str = "test") -> Path:
     "Where the ranks of a run are stored; `ValueError` for a name that is no part of a file name."
     for name in ("exp", "dataset", "model"):
-        if not re.fullmatch(r"[\w.+=-]+", run[name]):
-            raise ValueError(f"{name} is part of a file name and must consist of letters, digits and . + = - _, got {run[name]!r}")
+        check_part(name, run[name])
     return Path(folder) / f"{run['exp']}-{run['dataset']}-{run['model']}-{run_key(run)}-{split}.npz"
 
 

@@ -62,6 +62,12 @@ def test_missing_and_unreachable(publisher, tmp_path):
     assert leftovers(tmp_path / "out") == []
 
 
+def test_a_folder_that_cannot_be(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(DownloadError, match="a.bin' cannot be written: Not a directory: set BFT_CACHE to a folder where it can be kept"):
+        fetch(Source("http://127.0.0.1:9/a.bin"), tmp_path / "file" / "cache", progress=False)
+
+
 def test_written_leaves_nothing_after_a_failure(tmp_path):
     with pytest.raises(RuntimeError), written(tmp_path / "x.txt") as part:
         part.write_text("half")

@@ -1,5 +1,10 @@
 "Fine-tuning: every method trains, a killed run goes on, bad input is named."
 
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -54,45 +59,72 @@ def test_the_seed_decides_the_start(method, questions):
     assert all(torch.equal(p, b[name]) for name, p in a.items()) and any(not torch.equal(p, other[name]) for name, p in a.items())
 
 
-@pytest.mark.parametrize("method", ["sft", "bft", "headwise"])
-def test_a_killed_run_goes_on(method, questions, tmp_path, monkeypatch):
-    run = QUICK | dict(steps=8)
-    whole, examples, collate = ready(method, questions)
-    finetune(whole.model, examples, collate, method, **run, out_dir=tmp_path / "whole")
-    killed = ready(method, questions)[0]
-    calls, loss_func = [], ft.loss_func
+KILLED = """
+import os, signal, sys
+sys.path.insert(0, {tests!r})
+import test_finetune as t
+made, examples, collate = t.ready({method!r}, t.lookup(24, seed=0))
+t.at_call(6, lambda: os.kill(os.getpid(), signal.SIGKILL))
+t.finetune(made.model, examples, collate, {method!r}, **t.EIGHT, out_dir={out!r})
+"""
+EIGHT = QUICK | dict(steps=8)  # a checkpoint after every second
 
-    def dying(name):
-        loss = loss_func(name)
+
+def at_call(n, happens):
+    "Have something happen at the n-th call of the loss; the list grows with each."
+    calls, made = [], ft.loss_func
+
+    def counting(name):
+        loss = made(name)
 
         def once(*args, **kwargs):
             calls.append(1)
-            if len(calls) == 6:
-                raise KeyboardInterrupt
+            if len(calls) == n:
+                happens()
             return loss(*args, **kwargs)
 
         return once
 
-    monkeypatch.setattr(ft, "loss_func", dying)
-    with pytest.raises(KeyboardInterrupt):
-        finetune(killed.model, examples, collate, method, **run, out_dir=tmp_path / "run")
-    monkeypatch.setattr(ft, "loss_func", loss_func)
+    ft.loss_func = counting
+    return calls
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    "Calls of the loss while a test runs."
+    monkeypatch.setattr(ft, "loss_func", ft.loss_func)  # put back at the end
+    return at_call(0, None)
+
+
+@pytest.mark.parametrize("method", ["sft", "bft", "headwise"])
+def test_a_killed_run_goes_on(method, questions, tmp_path, counted):
+    whole, examples, collate = ready(method, questions)
+    finetune(whole.model, examples, collate, method, **EIGHT, out_dir=tmp_path / "whole")
+    assert len(counted) == 8
+    script = KILLED.format(tests=str(Path(__file__).parent), method=method, out=str(tmp_path / "run"))
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
+    assert done.returncode == -signal.SIGKILL, done.stderr[-2000:]
     again = ready(method, questions)[0]
-    finetune(again.model, examples, collate, method, **run, out_dir=tmp_path / "run")
+    for p in again.model.parameters():  # what is trained comes from the checkpoint
+        p.data.mul_(1 + p.requires_grad)
+    finetune(again.model, examples, collate, method, **EIGHT, out_dir=tmp_path / "run")
+    assert len(counted) == 8 + 4, "after five steps, four of which were saved, four are left"
     for name, p in weights(whole.model).items():
         torch.testing.assert_close(weights(again.model)[name], p, atol=0, rtol=0)
 
 
 @pytest.mark.parametrize("adapter", ft.ADAPTERS)
-def test_a_half_written_checkpoint_is_passed_over(adapter, questions, tmp_path):
+def test_a_half_written_checkpoint_is_passed_over(adapter, questions, tmp_path, counted):
     run = QUICK | dict(steps=8, out_dir=tmp_path)
     made, examples, collate = ready("bft", questions, adapter=adapter)
     finetune(made.model, examples, collate, "bft", **run)
     last = tmp_path / "checkpoint-8"
     for lost in ("trainer_state.json", "optimizer.pt", next(last.glob("*.safetensors")).name):
         (last / lost).unlink()
+        counted.clear()
         again = ready("bft", questions, adapter=adapter)[0]
         finetune(again.model, examples, collate, "bft", **run)
+        assert len(counted) == 2, "it goes on from the sixth step"
         assert all(torch.equal(p, weights(made.model)[name]) for name, p in weights(again.model).items()) and (last / lost).exists()
     for other in (dict(lr=1e-2), dict(steps=9), dict(precision_lr=1e-2), dict(seed=1)):
         with pytest.raises(ValueError, match="holds a run with other settings or data"):

@@ -25,7 +25,9 @@ from bft_nb.layer import project, reliability
 from bft_nb.llama import (
     FAMILIES, BFTLlamaConfig, BFTLlamaForCausalLM, LayerFilter, calibrate, convert, from_channels, layer_filters, pack, parameter_groups, to_channels, trace, unpack,
 )  # fmt: skip
+from bft_nb import models
 from bft_nb.models import tiny_llama, tiny_tokenizer
+from bft_nb.qa import load_questions, own_file
 
 SIZES = dict(
     vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128,
@@ -97,6 +99,9 @@ def check_token_by_token(model, kind):
             cache = out.past_key_values
             found.append(out.logits)
     assert_close(torch.cat(found, 1), logits(model, input_ids=ids), atol=1e-4, rtol=1e-4)
+
+
+implementations = pytest.mark.parametrize("impl", ["bft", "bft_blocked"])
 
 
 def check_generation(model, inputs):
@@ -179,7 +184,7 @@ def in_float64(model, monkeypatch):
     return model.double()
 
 
-@pytest.mark.parametrize("impl", ["bft", "bft_blocked"])
+@implementations
 @torch.no_grad()
 def test_the_layers_are_the_librarys_filter_steps_in_float64(impl, monkeypatch):
     model, ids = in_float64(strong(attn_implementation=impl), monkeypatch), batch()["input_ids"]
@@ -241,15 +246,17 @@ def test_normalised_units_do_not_depend_on_the_scale_of_the_stream():
 
 
 @families
+@implementations
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_and_the_rest_of_the_batch_change_nothing(name, side):
-    check_rows_are_independent(strong(name), batch(3, 12, pad=5, side=side))
+def test_padding_and_the_rest_of_the_batch_change_nothing(name, impl, side):
+    check_rows_are_independent(strong(name, attn_implementation=impl), batch(3, 12, pad=5, side=side))
 
 
 @families
+@implementations
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
-def test_token_by_token_equals_the_full_pass(name, kind):
-    check_token_by_token(strong(name), kind)
+def test_token_by_token_equals_the_full_pass(name, impl, kind):
+    check_token_by_token(strong(name, attn_implementation=impl), kind)
 
 
 @families
@@ -266,8 +273,9 @@ def test_a_half_precision_cache_keeps_the_precision_exactly(name):
 
 
 @families
-def test_generation(name):
-    model, inputs = strong(name), batch(2, 9, pad=3)
+@implementations
+def test_generation(name, impl):
+    model, inputs = strong(name, attn_implementation=impl), batch(2, 9, pad=3)
     greedy = check_generation(model, inputs)
     assert torch.equal(greedy, model.generate(**inputs, max_new_tokens=6, do_sample=False, cache_implementation="static"))
     torch.manual_seed(0)
@@ -288,10 +296,11 @@ def step(model, **inputs):
 
 
 @families
+@implementations
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_gradient_checkpointing_changes_nothing(name, reentrant):
+def test_gradient_checkpointing_changes_nothing(name, impl, reentrant):
     inputs = batch()
-    one, two = strong(name).train(), strong(name).train()
+    one, two = (strong(name, attn_implementation=impl).train() for _ in range(2))
     two.gradient_checkpointing_enable({"use_reentrant": reentrant})
     if reentrant:
         two.enable_input_require_grads()
@@ -494,41 +503,46 @@ def test_the_hidden_states_and_attentions_that_users_ask_for():
 
 SCRIPT = """
 import json
-import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from test_llama import batch, calibrate, convert, parameter_groups, plain
+import test_llama as t
 dist.init_process_group("gloo")
-model = calibrate(convert(plain()), batch())
+model = t.tunable({adapter!r})
 both = DistributedDataParallel(model)
-optimizer = torch.optim.SGD(parameter_groups(model, lr=0.1), lr=0.1)
 losses = []
-for _ in range(3):  # a parameter without gradient would be an error in the second step
-    rows = batch(4)["input_ids"].chunk(2)[dist.get_rank()]
-    loss = both(input_ids=rows, labels=rows).loss
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    mean = loss.detach().clone()
-    dist.all_reduce(mean)
-    losses.append(mean.item() / 2)
+for loss in t.steps(both, model, t.batch(4)["input_ids"].chunk(2)[dist.get_rank()]):  # a parameter without gradient would be an error in the second step
+    dist.all_reduce(loss)
+    losses.append(loss.item() / 2)
 if dist.get_rank() == 0:
     print(json.dumps(losses))
 dist.destroy_process_group()
 """
 
 
-def test_two_processes_train_as_one_does(tmp_path):
-    said = two_processes(tmp_path, SCRIPT)
-    model, losses = calibrate(convert(plain()), batch()), []
+def tunable(adapter):
+    model = calibrate(convert(plain()), batch())
+    torch.manual_seed(0)  # of the low-rank matrices
+    return lora(model).train() if adapter == "lora" else model
+
+
+def steps(wrapped, model, rows):
+    "Three steps of training, the loss before each."
     optimizer = torch.optim.SGD(parameter_groups(model, lr=0.1), lr=0.1)
     for _ in range(3):
-        loss = model(input_ids=batch(4)["input_ids"], labels=batch(4)["input_ids"]).loss
+        loss = wrapped(input_ids=rows, labels=rows).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.item())
+        yield loss.detach().clone()
+
+
+@pytest.mark.parametrize("adapter", ["full", "lora"])
+def test_two_processes_train_as_one_does(adapter, tmp_path):
+    said = two_processes(tmp_path, SCRIPT.format(adapter=adapter))
+    model = tunable(adapter)
+    losses = [loss.item() for loss in steps(model, model, batch(4)["input_ids"])]
     assert_close(json.loads(said.splitlines()[-1]), losses, rtol=1e-4, atol=1e-5)
+    assert losses[-1] < losses[0]
 
 
 # what is refused, and what it costs
@@ -625,15 +639,33 @@ def test_tinyllama_pays_less_than_a_thousandth():
     assert extra / total < 1e-3
 
 
+@pytest.mark.skipif(not models.is_fetched("smollm2") or not own_file("squad_v1.1_dev.parquet"), reason="needs smollm2 in the cache (bft models fetch smollm2) and squad_v1.1_dev in BFT_DATA")
+def test_a_pretrained_model_survives_and_its_precision_lives():
+    "The shipped start on real text: 4 paragraphs of Wikipedia to be read, 4 others to set the scales."
+    model, tokenizer = models.load_model("smollm2")
+    texts = list(dict.fromkeys(q.context for q in load_questions("squad_v1.1_dev")))[:: 2067 // 8][:8]
+    read, scales = (tokenizer(part, return_tensors="pt", padding=True, truncation=True, max_length=128) for part in (texts[:4], texts[4:]))
+    labels = read["input_ids"].masked_fill(read["attention_mask"] == 0, -100)
+    with torch.no_grad():
+        before = model(**read, labels=labels).loss
+        calibrate(convert(model), scales)
+        after = model(**read, labels=labels).loss
+    assert before < 4 and abs((after - before).exp() - 1) <= 0.01  # perplexity
+    real = read["attention_mask"].bool()
+    spread = [record.lam_bar[real].log().std().item() for record in trace(model, **read)]
+    assert len(spread) == 30 and min(spread[10:20]) > 0.05, spread
+
+
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing")
-def test_the_opening_of_the_chapter_is_what_the_chapter_runs(tmp_path):
+def test_the_opening_of_the_chapter_is_what_the_chapter_runs(tmp_path, caplog, capfd):
     twin = (Path(__file__).parent.parent / "nbs" / "_py" / "40_llama.py").read_text(encoding="utf-8")
     imports, shown = (block.replace("\n# ", "\n").replace("\n#\n", "\n\n")[2:].strip() for block in re.findall(r"# ```python\n(.*?)# ```", twin, re.DOTALL)[:2])
-    assert len([line for line in shown.splitlines() if line]) <= 15
+    assert len([line for line in f"{imports}\n{shown}".splitlines() if line]) <= 15
     assert shown in twin
     tokenizer = tiny_tokenizer()
     for part in (tiny_llama(tokenizer, d=32), tokenizer):
         part.save_pretrained(tmp_path / "tiny")
     space = {"name": str(tmp_path / "tiny"), "folder": str(tmp_path / "tuned"), "texts": ["A belief.", "A mean and a precision."]}
     exec(f"{imports}\n{shown}", space)
-    assert space["generated"].shape[0] == 1 and (tmp_path / "tuned" / "adapter_model.safetensors").exists()
+    assert space["generated"].shape[0] == 2 and (tmp_path / "tuned" / "adapter_model.safetensors").exists()
+    assert "You are using a model of type" not in caplog.text + capfd.readouterr().err

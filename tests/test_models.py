@@ -235,6 +235,53 @@ def test_folders(original, tmp_path):
     with pytest.raises((OSError, ValueError), match="config"): load_model(str(tmp_path / "a"))
 
 
+def test_damaged_pytorch_weights_are_named(original, tmp_path):
+    model, tokenizer, _, _ = original
+    for part in (model, tokenizer): part.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    path = tmp_path / "pytorch_model.bin"
+    torch.save(model.state_dict(), path)
+    assert torch.equal(load_model(str(tmp_path))[0].lm_head.weight, model.lm_head.weight)
+    kept = path.read_bytes()
+    torch.save(model.state_dict(), path, _use_new_zipfile_serialization=False)
+    old = path.read_bytes()
+    assert torch.equal(load_model(str(tmp_path))[0].lm_head.weight, model.lm_head.weight)
+    for damage in (kept[: len(kept) // 2], b"", b"not a model", b"\x80\x02not one either", old[:2000], old[: len(old) // 2]):
+        path.write_bytes(damage)
+        with pytest.raises(ValueError, match="weights of .* are damaged .*fetch the model again|might be corrupted"): load_model(str(tmp_path))
+
+
+def test_a_part_that_is_missing_is_named(original, tmp_path):
+    model, tokenizer, _, _ = original
+    tokenizer.save_pretrained(tmp_path)
+    model.save_pretrained(tmp_path, max_shard_size="100KB")
+    parts = sorted(tmp_path.glob("model-*.safetensors"))
+    assert len(parts) > 2 and torch.equal(load_model(str(tmp_path))[0].lm_head.weight, model.lm_head.weight)
+    kept = parts[1].read_bytes()
+    parts[1].unlink()
+    with pytest.raises(FileNotFoundError, match=f"lacks {parts[1].name}, a part of its weights: copy or download"): load_model(str(tmp_path))
+    parts[1].write_bytes(kept[:-9])
+    with pytest.raises(ValueError, match="weights of .* are damaged"): load_model(str(tmp_path))
+    for index in ("{", "[]", '{"weight_map": 3}'):
+        (tmp_path / "model.safetensors.index.json").write_text(index)
+        with pytest.raises(ValueError, match="model.safetensors.index.json of .* is damaged"): load_model(str(tmp_path))
+    for path in tmp_path.glob("model*"): path.unlink()
+    with pytest.raises(FileNotFoundError, match="holds no weights, none of model.safetensors"): load_model(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["/nowhere/model", "./nowhere", "~/nowhere/at/all", "no/such/folder", "nowhere.gguf", "", "a b"])
+def test_a_path_that_leads_nowhere(name):
+    for find in (load_model, models.configuration):
+        with pytest.raises(FileNotFoundError, match=f"no such folder or file: '{name}'; nor is it an id of the hub"): find(name)
+
+
+def test_a_cache_that_cannot_be(tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("BFT_CACHE", str(tmp_path / "file" / "cache"))
+    assert cli.main(["models", "fetch", "smollm2"]) == 2
+    assert "cannot be written: Not a directory: set BFT_CACHE to a folder where smollm2 can be kept" in capsys.readouterr().err
+
+
 def test_weights_that_are_not_all_there(original, tmp_path):
     model, tokenizer, _, _ = original
     tokenizer.save_pretrained(tmp_path)
@@ -282,7 +329,7 @@ def test_a_hub_that_cannot_be_reached(tmp_path):
     lines, err = ask_hub(tmp_path, "TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T", "no/such/folder", HF_ENDPOINT="http://127.0.0.1:9", HF_HUB_OFFLINE="0")
     assert lines[0].startswith("DownloadError 'TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T' is not whole in the hub's cache and could not be had from the hub: ")
     assert "hf download TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T" in lines[0] and "HF_HOME" in lines[0]
-    assert lines[1].startswith("FileNotFoundError 'no/such/folder' is neither a folder, nor an id of the hub (owner/model), nor one of tiny, smollm2")
+    assert lines[1] == "FileNotFoundError no such folder or file: 'no/such/folder'; nor is it an id of the hub (owner/model) or one of tiny, smollm2"
     assert "Retry" not in err
 
 
@@ -323,6 +370,7 @@ def test_tiny_is_always_the_same_and_leaves_the_generator_alone():
 def test_wrong_arguments(shop):
     with pytest.raises(ValueError, match="dtype must be one of 'float32', 'bfloat16', 'float16', got 'int8'"): load_model("tiny", torch.int8)
     with pytest.raises(ValueError, match="unknown model 'smollm', did you mean 'smollm2'"): fetch_model("smollm")
+    with pytest.raises(ValueError, match="'owner/model' is fetched from the hub: hf download owner/model"): fetch_model("owner/model")
 
 
 def test_missing_libraries(monkeypatch):

@@ -5,10 +5,12 @@ import json
 import pytest
 import torch
 from memory import peak_bytes
+from test_models import write_gguf
 from transformers import AutoConfig
 
 from bft_nb import cli, plan
 from bft_nb.finetune import METHODS, _groups, adapted, converted
+from bft_nb.models import tiny_llama, tiny_tokenizer
 from bft_nb.qa import loss_func
 from bft_nb.runner import find_notebook
 from bft_nb.runner import plan as planned
@@ -80,10 +82,49 @@ def test_a_run_that_is_done_and_parameters_that_are_none(bare, capsys):
     run.output.parent.mkdir()
     run.output.write_text(json.dumps({"metadata": {"bft_run": run.identity}}))
     assert "squad_noise-seed=3: done" in dry(capsys, "squad_noise", bare / "out", seed=3)[1]
-    for wrong, says in (({"sede": 3}, "did you mean 'seed'"), ({"seed": "x"}, "must be of type int"), ({"method": "dpo"}, "method must be one of"), ({"data": "squad"}, "unknown data set 'squad'")):
+    for wrong, says in (({"sede": 3}, "did you mean 'seed'"), ({"seed": "x"}, "must be of type int")):
         status, _, err = dry(capsys, "squad_noise", bare, **wrong)
         assert status == 2 and says in err
     assert "not known from its parameters" in dry(capsys, "cold_start", bare)[1]
+
+
+def test_what_the_run_refuses_is_refused(bare, capsys):
+    wrong = {"noise": 1.5, "max_length": 4096, "steps": -4, "lr": -1, "n_eval": 0, "method": "dpo", "data": "squadshifts_new_wiki", "store": "true"}
+    for name, value in wrong.items():
+        status, out, err = dry(capsys, "squad_noise", bare, **{name: value})
+        assert status == 2 and not out and (name in err or "are not stored" in err), name
+    for name, value in {"ks": "[0, 25]", "passages": '{"k_train": 9}', "n_eval": -1}.items():
+        status, out, err = dry(capsys, "rag_distractors", bare, **{name: value})
+        assert status == 2 and not out and (name in err or "k_train must be at most 5" in err), name
+
+
+def test_a_model_that_is_a_path(bare, capsys, monkeypatch):
+    where = bare / "m"
+    status, out, _ = dry(capsys, "squad_noise", bare, model=where)
+    assert status == 1 and f"no such folder or file: '{where}'" in out and "hf download" not in out and "1 missing" in out
+    where.mkdir()
+    assert "holds no config.json: it is no model's folder" in dry(capsys, "squad_noise", bare, model=where)[1]
+    tokenizer = tiny_tokenizer()
+    tiny_llama(tokenizer).save_pretrained(where)
+    status, out, _ = dry(capsys, "squad_noise", bare, model=f"{where}/")
+    assert status == 0 and "m, a folder or file of yours" in out
+    weights = (where / "model.safetensors").read_bytes()
+    (where / "model.safetensors").write_bytes(weights[:-100])
+    status, _, err = dry(capsys, "squad_noise", bare, model=where)
+    assert status == 2 and "are damaged" in err
+    monkeypatch.chdir(bare)  # a relative path means what it will mean to the notebook
+    assert "no such folder or file: './m'" in dry(capsys, "squad_noise", bare, model="./m")[1]
+
+
+def test_a_model_in_a_gguf_file(bare, capsys):
+    path, tokenizer = bare / "small.gguf", tiny_tokenizer()
+    write_gguf(path, tiny_llama(tokenizer), tokenizer)
+    status, out, _ = dry(capsys, "squad_noise", bare, model=path)
+    assert status == 0 and "small.gguf, a folder or file of yours" in out and "in all" in out
+    for content in (path.read_bytes()[: path.stat().st_size // 2], b"not a model", b""):
+        path.write_bytes(content)
+        status, out, err = dry(capsys, "squad_noise", bare, model=path)
+        assert status == 2 and not out and "small.gguf is not a whole GGUF file" in err
 
 
 SMALL = dict(plan.KNOWN["smollm2"]) | dict(num_hidden_layers=6, vocab_size=512, pad_token_id=0, bos_token_id=1, eos_token_id=2)

@@ -7,6 +7,8 @@ import pytest
 
 from bft_nb import qa_study as s
 from bft_nb.figures import COLOUR
+from bft_nb.qa import lookup
+from bft_nb.rag import lookup_retrieved
 from bft_nb.results import append_rows, make_rows, ranks_path, save_answers
 
 N = 40
@@ -92,6 +94,25 @@ def test_differences_are_paired_by_question_over_shared_seeds(rows):
     assert s.outcomes(bft, sft, ("BFT", "SFT"), folder=folder) == {"both": 20, "only BFT": 10, "only SFT": 0, "neither": 10}
     table = s.changed(bft, sft, ("BFT", "SFT"), n=3, folder=folder)
     assert table.index.tolist() == ["q20", "q21", "q22"] and table.loc["q20"].tolist() == ["BFT", "bft 20", "sft 20"]
+    table = s.changed(bft, sft, ("BFT", "SFT"), n=3, folder=folder, asked={"q20": "Who?"})
+    assert table["question"].tolist() == ["Who?", "", ""] and table.columns.tolist() == ["question", "right", "BFT", "SFT"]
+
+
+def test_a_difference_in_percent_of_the_baseline(rows):
+    stored, folder = rows
+    sft, bft = s.cell(stored, "sft", "0.001"), s.cell(stored, "bft", "0.001")
+    found, points = s.relative(bft, sft, folder=folder), s.advantage(bft, sft, folder=folder)
+    assert found.mean == pytest.approx(100 * points.mean() / 50) == pytest.approx(50) and 15 < found.low < 50 < found.high < 110
+    assert s.relative(bft, sft[sft["seed"] == 1], folder=folder) is None and s.relative(sft, sft, folder=folder)[:3] == (0, 0, 0)
+
+
+def test_the_questions_are_named_where_they_are_at_hand(monkeypatch, tmp_path):
+    monkeypatch.setenv("BFT_DATA", str(tmp_path))
+    assert s.wordings("squad_noise") == s.wordings("rag_distractors") == {}
+    monkeypatch.setattr(s, "own_file", lambda name: tmp_path / name)
+    monkeypatch.setattr(s, "load_questions", lambda name: lookup(2))
+    monkeypatch.setattr(s, "nq_retrieved", lambda: lookup_retrieved(2))
+    assert s.wordings("squad_noise") == {q.id: q.question for q in lookup(2)} and list(s.wordings("rag_distractors")) == ["lookup-0", "lookup-1"]
 
 
 def test_a_cell_has_one_run_for_each_seed(rows):

@@ -319,7 +319,7 @@ def load_questions(
 # %% [markdown]
 # ### Distractors in the context
 #
-# *Lost in the Middle* found that models overlook a gold passage in the middle of many [@liu2024lost]. Its files fix three places among 20. For other numbers of distractors we prepared a file with up to 20 BM25 neighbours of each question, chosen to hold no accepted answer, from a pool of 23,160 passages. The results are of *BM25 distractors*, not of a retrieval from Wikipedia: the pool is small, and it holds passages of SQuAD. No distractor holds an accepted answer as whole words after normalisation; 242 of the questions have one that holds it inside a longer word or number (14 in 1914).
+# *Lost in the Middle* found that models overlook a gold passage in the middle of many [@liu2024lost]. Its files fix three places among 20. For other numbers of distractors we prepared a file with up to 20 BM25 neighbours of each question, chosen to hold no accepted answer, from a pool of 23,160 passages. The results are of *BM25 distractors*, not of a retrieval from Wikipedia: the pool is small, and it holds passages of SQuAD. No distractor holds an accepted answer as whole words after normalisation; 241 of the 2,652 questions that are used (243, if titles count) have one that holds it inside a longer word or number (14 in 1914, 2016 in 2016–17).
 
 
 # %%

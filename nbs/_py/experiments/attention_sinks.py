@@ -58,7 +58,7 @@ from bft_nb.qa import Collator, mean_nll
 from bft_nb.qa_study import ROLES
 from bft_nb.ranking import bootstrap_mean
 from bft_nb.report import choose, configuration, results_folder
-from bft_nb.results import append_rows, check_new, load_arrays, ranks_path, run_key, run_rows, save_arrays
+from bft_nb.results import append_rows, check_new, load_arrays, model_name, ranks_path, run_key, run_rows, save_arrays
 from bft_nb.runner import checkout
 from bft_nb.sink_study import ARMS, BUDGETS, method_of, peak_memory, sink_rows, titled
 from bft_nb.sinks import attention_maps, measure_sinks, per_head, sink_kappa, sink_rate
@@ -80,7 +80,7 @@ if damped and method != "sft":
     raise ValueError(f"start 'damped' is of the plain model, method 'sft', got method {method!r}")
 if store and (model == TINY or text == "lookup"):
     raise ValueError("rows of the tiny model and of made-up sentences are not stored: choose model and text, or store=false")
-place = resolve_device(device)
+place, called = resolve_device(device), model_name(model)
 
 # %% [markdown]
 # ## Text
@@ -117,7 +117,7 @@ if study != "pretrained":
     params |= dict(steps=steps, batch_size=batch_size, lr=lr)
     if METHODS[method].added:
         params["precision_lr"] = precision_lr or lr
-run = dict(exp="attention_sinks", dataset=text, model=model.rpartition("/")[2], params=params, seed=seed)
+run = dict(exp="attention_sinks", dataset=text, model=called, params=params, seed=seed)
 if store: check_new(results_folder() / "attention_sinks.csv", run)
 configuration(params)
 

@@ -161,21 +161,24 @@ ordered.assign(**{"τ as claimed": ordered["tau, rarest"] > ordered["tau, most p
 # %% [markdown]
 # ## 4. Fine-tuning on wrong answers, 5. answering among distractors
 #
-# **The paper says** (TinyLlama-1.1B; here SmolLM2-135M) that with wrong label tokens BFT is above SFT and above focal loss, that on clean labels its F1 is 8.3 % above SFT's, and that it degrades less as distractors enter the context. Differences in F1 points of 100:
+# **The paper says** (TinyLlama-1.1B; here SmolLM2-135M) that with wrong label tokens BFT is above SFT and above focal loss, that on clean labels (np = 0) its F1 is 8.3 % above SFT's, and that it degrades less as distractors enter the context. Differences in F1 points of 100, and in percent of the other's F1:
 
 # %%
-def advantage(experiment: str, method: str, other: str, split: str, select: dict, **condition) -> Estimate | None:
-    "F1 of one method minus F1 of another, each at its own learning rate; None if either is not stored."
+def advantage(experiment: str, method: str, other: str, split: str, select: dict, **condition) -> tuple[Estimate | None, Estimate | None]:
+    "F1 of one method minus F1 of another, each at its own learning rate, in points and in percent of the other; None if either is not stored."
     rows = qa_study.study_rows(experiment)
     pair = [qa_study.cell(rows, m, qa_study.tuned(rows, m, **select), n_eval=500, **condition) for m in (method, other)]
     difference = qa_study.advantage(*pair, split)
-    return bootstrap_mean(difference) if len(difference) else None
+    return (bootstrap_mean(difference), qa_study.relative(*pair, split)) if len(difference) else (None, None)
 
 
 # %%
 noisy = {(f"np = {n:g}", other): advantage("squad_noise", "bft", other, "test", dict(noise=0.3), noise=n) for n in (0.0, 0.3) for other in ("sft", "focal", "gce")}
 crowded = {(f"k = {n}", other): advantage("rag_distractors", "bft", other, f"test-k{n}.first", dict(split="valid-k5.middle")) for n in (0, 5, 10, 20) for other in ("sft", "focal", "gce")}
-told = pd.DataFrame({(task, *key): {"F1, BFT minus it": signed(d, 1) if d else "", "": verdict(d)} for task, found in (("wrong labels", noisy), ("distractors", crowded)) for key, d in found.items()})
+told = pd.DataFrame({
+    (task, *key): {"F1, BFT minus it": signed(d, 1) if d else "", "in % of it": signed(share, 1) if share else "", "": verdict(d)}
+    for task, found in (("wrong labels", noisy), ("distractors", crowded)) for key, (d, share) in found.items()
+})  # fmt: skip
 told.T.rename_axis(["task", "condition", "compared with"])
 
 # %% [markdown]

@@ -51,10 +51,11 @@ from bft_nb.core import check_option
 from bft_nb.llama import calibrate, convert, listening
 from bft_nb.models import load_model, tiny_llama, tiny_tokenizer
 from bft_nb.report import results_folder
-from bft_nb.results import append_rows, commit, has_rows, make_rows
+from bft_nb.results import append_rows, commit, has_rows, make_rows, model_name
 
 # %%
 check_option("texts", texts, ("built-in", "squad"))
+called = model_name(model)
 if store and "tiny" in (model, texts):
     raise ValueError("rows of the tiny model are not stored: choose a pretrained one, or store=false")
 
@@ -159,7 +160,7 @@ wanted = [shipped | start for start in json.loads(starts)]
 if unknown := {name for start in wanted for name in start} - set(shipped):
     raise ValueError(f"starts may set {', '.join(shipped)}, got {', '.join(sorted(unknown))}")
 texts_of = dict(max_tokens=max_tokens, n_texts=n_texts, n_calibration=n_calibration)
-run = dict(exp="llama_init", dataset=texts, model=model, seed=seed, commit=commit(), device="cpu", split="eval", n=int(sum(b["attention_mask"][:, 1:].sum() for b in batches)))
+run = dict(exp="llama_init", dataset=texts, model=called, seed=seed, commit=commit(), device="cpu", split="eval", n=int(sum(b["attention_mask"][:, 1:].sum() for b in batches)))
 stored = results_folder() / "llama_init.csv" if store else None
 
 # %%

@@ -24,8 +24,8 @@
 model = "tiny"  # or "smollm2", an id of the hub ("TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T"), a folder
 data = "lookup"  # or "nq_open_bm25_distractors"
 method = "bft"  # "sft", "focal", "gce", "bft"; or "headwise", "elementwise", "sink" (chapter 42)
-ks = [0, 2, 5]  # numbers of distractors at the end; at the second of them the gold passage is also put in the middle and last
-k_train = 2  # most distractors in training
+ks = [0, 2, 5]  # numbers of distractors at the end
+passages = {"k_train": 2, "words": 12, "gold": "first"}  # most distractors in training; words of a passage, 0: all; where the gold one stands at all of `ks`: "first", "middle", "last". What is left out is as here
 seed = 0
 steps = 60
 batch_size = 4
@@ -33,7 +33,7 @@ lr = 1e-3  # at its highest
 precision_lr = 0.0  # of what a filter (or gate) adds to the layers; 0: `lr`
 adapter = "lora"  # or "full"
 max_length = 224  # tokens of prompt and answer in training; longer ones are left out
-n_eval = 40  # questions asked at the end; 0: those to choose by alone
+n_eval = 40  # questions asked at the end, half of all at most; 0: those to choose by alone
 dtype = "float32"  # or "bfloat16": autocast
 store = False  # append the rows to data/results of this checkout?
 
@@ -42,48 +42,45 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 
-from bft_nb import qa_study
-from bft_nb.core import check_option
+from bft_nb import qa_study, rag
 from bft_nb.figures import COLOUR, use_style
 from bft_nb.finetune import LEARNT, METHODS, answering, finetune, learnt, prepare
 from bft_nb.models import title
 from bft_nb.plan import report
-from bft_nb.qa import Collator, answer_ids, check_question, encode, nq_retrieved, prompt, prompt_ids, score
-from bft_nb.qa_study import advantage, answers, cell, changed, level, mean, outcomes, per_question, seeds, shown
-from bft_nb.rag import answer_growing, lookup_retrieved, mixed, snippets
+from bft_nb.qa import GOLD, Collator, answer_ids, check_question, encode, prompt, prompt_ids, score
+from bft_nb.qa_settings import ANSWER, ROWS, check_enough, check_length, check_settings, passage_settings
+from bft_nb.qa_study import advantage, answers, cell, changed, level, mean, outcomes, per_question, seeds, shown, wordings
+from bft_nb.rag import answer_growing, check_prompts, mixed, snippets
 from bft_nb.report import choose, configuration, results_folder
-from bft_nb.results import append_rows, check_new, ranks_path, run_key, run_rows, save_answers
+from bft_nb.results import append_rows, check_new, model_name, ranks_path, run_key, run_rows, save_answers
 from bft_nb.runner import checkout
 
 # %%
 use_style()
-check_option("method", method, METHODS)
-check_option("data", data, ("lookup", "nq_open_bm25_distractors"))
-if len(ks) < 2 or sorted(set(ks)) != list(ks):
-    raise ValueError(f"ks must be two numbers of distractors at least, in ascending order, got {ks}")
-if store and (model == "tiny" or data == "lookup"):
-    raise ValueError("rows of the tiny model and of made-up facts are not stored: choose model and data, or store=false")
+training = dict(steps=steps, batch_size=batch_size, lr=lr)
+params = dict(method=method, ks=ks, adapter=adapter, max_length=max_length, answer_length=ANSWER, n_eval=n_eval, dtype=dtype, **training)
+passages = passage_settings(passages)
+check_settings(params | dict(model=model, data=data, passages=passages, seed=seed, precision_lr=precision_lr, store=store));
 
 # %% [markdown]
 # ## One cell
 #
-# The run is named by everything that decides its outcome. A filter starts as [chapter 40](../40_llama.ipynb) ships it.
+# The run is named by everything that decides its outcome (the gold passage's place only where it is not first). A filter starts as [chapter 40](../40_llama.ipynb) ships it.
 
 # %%
-words, answer_length = 12, 16  # of a snippet; tokens, end included
-training = dict(steps=steps, batch_size=batch_size, lr=lr)
-params = dict(method=method, ks=ks, k_train=k_train, words=words, adapter=adapter, max_length=max_length, answer_length=answer_length, n_eval=n_eval, dtype=dtype, **training)
+k_train, words, gold = (passages[name] for name in ("k_train", "words", "gold"))
+params |= dict(k_train=k_train, words=words) | ({} if gold == "first" else dict(gold=gold))
 if METHODS[method].added:
     training["precision_lr"] = params["precision_lr"] = precision_lr or lr
-run, path = dict(exp="rag_distractors", dataset=data, model=model.rpartition("/")[2], params=params, seed=seed), results_folder() / "rag_distractors.csv"
+run, path = dict(exp="rag_distractors", dataset=data, model=model_name(model), params=params, seed=seed), results_folder() / "rag_distractors.csv"
 if store: check_new(path, run)
 configuration(params)
 
 # %% [markdown]
-# NQ-Open has a passage with the answer (*gold*) for each question; BM25 chose the distractors, without an answer in them, from a pool of 23,160 passages, which is easier than retrieval from all of Wikipedia. So that a CPU can read twenty-one of them, **every passage is cut to a snippet of twelve words, under its title.** Where the snippet begins is drawn at random, for distractors among all places and for the gold passage among those that leave the answer in: nothing about its length or the place of the answer in it tells the gold snippet apart. This is our choice **[D]**; it makes questions harder than with whole passages, for all methods alike.
+# NQ-Open has a passage with the answer (*gold*) for each question; BM25 chose the distractors, without an answer in them, from a pool of 23,160 passages, which is easier than retrieval from all of Wikipedia. So that a CPU can read twenty-one of them, **the study cuts every passage to a snippet of twelve words, under its title** (`words`; at 0 passages stay whole). Where a snippet begins is drawn at random, for distractors among all places and for the gold passage among those that leave the answer in: nothing about its length or the place of the answer in it tells the gold snippet apart. This is our choice **[D]**; it makes questions harder than with whole passages, for all methods alike.
 
 # %%
-whole = nq_retrieved() if data == "nq_open_bm25_distractors" else lookup_retrieved(400)
+whole = rag.questions(data)
 order = np.random.default_rng(0).permutation(len(whole))
 cut = [snippets(whole[i], words) for i in order]
 print(prompt(cut[0].over(2, "middle")))
@@ -101,6 +98,8 @@ for r in asked + valid: check_question(r.over(0))
 # %%
 prepared = prepare(model, method, [r.over(k_train).context for r in taught[:16]], adapter=adapter, max_length=max_length, seed=seed)
 tokenizer = prepared.tokenizer
+check_length(max_length, prepared.model.config)
+for conditions, k in ((asked, ks[-1]), (valid, ks[1])): check_prompts([r.over(k) for r in conditions], prepared.model, tokenizer, ANSWER)
 title(model), prepared.trainable, prepared.added
 
 
@@ -108,12 +107,16 @@ title(model), prepared.trainable, prepared.added
 def short(q) -> bool:
     "Does it fit?"
     length = len(answer_ids(q.target, tokenizer))
-    return length <= answer_length and len(prompt_ids(q, tokenizer)) + length <= max_length
+    return length <= ANSWER and len(prompt_ids(q, tokenizer)) + length <= max_length
 
 
 # %%
 examples = [encode(q, tokenizer, max_length) for q in mixed(taught, k_train, seed) if short(q)]
+check_enough({"to learn from": (len(examples), 1)}, max_length)
 pd.DataFrame({"questions": [len(examples), len(valid), len(asked)]}, index=["to learn from", "to choose by", "to be asked"])
+
+# %% [markdown]
+# A run that stores its rows keeps checkpoints in `runs/finetune`, and goes on from the last of them if it is killed and started again; one with `store = False` writes none, and starts afresh.
 
 # %%
 folder = checkout() / "runs" / "finetune" / run_key(run) if store else None
@@ -121,7 +124,7 @@ trained = finetune(prepared.model, examples, Collator(tokenizer), method, **trai
 pd.DataFrame(trained.losses).set_index("step").round(3).T
 
 # %% [markdown]
-# Asked with the gold snippet first and more and more distractors behind it, so that each context begins as the one before and nothing is read twice. A model that reads the first snippet alone would lose nothing there (and in training the gold snippet is first in five of nine cases), so it stands elsewhere, too: in the middle at the second and at the largest number of distractors, and last at the second. The questions to choose by are asked at that number, gold snippet in the middle.
+# Asked with more and more distractors, the gold snippet at one place (in the study first, so that each context begins as the one before and nothing is read twice). A model that reads the first snippet alone would lose nothing there, and in training, with two distractors at most, the gold snippet is first in five of nine cases. So it stands elsewhere, too: at the second number of distractors at both other places, at the largest at one of them (from first: in the middle). The questions to choose by are asked at the second number, gold snippet in the middle.
 
 
 # %%
@@ -129,14 +132,16 @@ def ask(retrieved: list, conditions: list[tuple[int, str]]) -> dict[str, tuple[l
     "Questions, greedy answers and scores under each condition; neighbours share the beginning of their contexts."
     questions = [[r.over(k, place) for r in retrieved] for k, place in conditions]
     with answering(prepared.model, dtype) as lm:
-        said = answer_growing(lm, tokenizer, questions, max_new_tokens=answer_length, batch_size=50)
+        said = answer_growing(lm, tokenizer, questions, max_new_tokens=ANSWER, batch_size=ROWS)
     return {f"k{k}.{place}": (qs, texts, score(texts, qs)) for (k, place), qs, texts in zip(conditions, questions, said)}
 
 
 # %%
-measured = {"valid": ask(valid, [(ks[1], "middle")]), "test": {}}
-if n_eval:
-    measured["test"] = ask(asked, [(k, "first") for k in ks]) | ask(asked, [(ks[1], "middle"), (ks[1], "last"), (ks[-1], "middle")])
+a, b = (place for place in GOLD if place != gold)
+series = [[(k, gold) for k in ks], [(ks[1], a), (ks[1], b), (ks[-1], a)]]
+if gold != "first":  # contexts that need not begin alike
+    series = [[condition] for part in series for condition in part]
+measured = {"valid": ask(valid, [(ks[1], "middle")]), "test": {name: found for part in series for name, found in ask(asked, part).items()} if n_eval else {}}
 found = {(part, name): {"em": s.exact.mean(), "f1": s.f1.mean(), "subspan": s.subspan.mean()} for part, by in measured.items() for name, (_, _, s) in by.items()}
 pd.DataFrame(found).T.round(3)
 
@@ -261,32 +266,35 @@ pd.concat({"F1": pd.DataFrame(places), "Δ F1 to SFT": pd.DataFrame(leads)}, axi
 # %% [markdown]
 # ### Which answers change
 #
-# Answers that are exactly right, by who gave them, over all shared seeds; then, with twenty distractors, some that only one of the two got right: what is right can be read off the other column.
+# Answers that are exactly right, by who gave them, over all shared seeds; then, with twenty distractors, some that only one of the two got right: what is right can be read off the other column. An id `nq-N` is the N-th question, counted from 0, of NQ-Open as Lost in the Middle publishes it (`nq-open-oracle.jsonl.gz`); the question stands beside it where this page ran with the set in `BFT_DATA`.
 
 # %%
 names, pair = ("BFT", "SFT"), [cells[m] for m in ("bft", "sft") if m in cells]
 pd.DataFrame({k: outcomes(*pair, names, split) for k, split in splits.items()}).rename_axis("exactly right") if len(pair) == 2 else "no rows are stored yet"
 
 # %%
-changed(*pair, names, split=splits[20]) if len(pair) == 2 else "no rows are stored yet"
+changed(*pair, names, split=splits[20], asked=wordings("rag_distractors")) if len(pair) == 2 else "no rows are stored yet"
 
 # %% [markdown]
 # ## The paper's size
 #
-# TinyLlama-1.1B is the same notebook with another model, on a machine with a GPU, or several, which share each batch; there are no more questions to learn from, so each of some two thousand is seen twice (its rows are read as above, with `study_rows` at that budget):
+# TinyLlama-1.1B is the same notebook with another model, on a machine with a GPU, or several, which share each batch; there are no more questions to learn from, so each of some two thousand is seen twice (its rows are read as above, with `study_rows` at that budget). Its context, 2,048 tokens, does not hold twenty-one whole passages: of 500 questions none fits with twenty distractors and a fifth do not fit with ten (half need more than 3,400 tokens and 1,700, by SmolLM2's tokenizer). Snippets of 32 words fit, the longest prompt needs some 1,400. A model that reads more, SmolLM2 (8,192) among them, takes whole passages by `-p passages '{"words": 0}' -p max_length 1024`.
 #
 # ```bash
 # M=TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T
 # hf download $M
-# bft run rag_distractors -p model $M -p data nq_open_bm25_distractors -p method bft -p ks [0,5,10,20] \
-#   -p steps 250 -p batch_size 16 -p n_eval 500 -p dtype bfloat16 -p store true
+# bft run rag_distractors -p model $M -p data nq_open_bm25_distractors -p method bft -p ks [0,5,10,20] -p passages '{"words": 32}' \
+#   -p steps 250 -p batch_size 16 -p max_length 320 -p n_eval 500 -p dtype bfloat16 -p store true
 # ```
 #
 # With `--dry-run` it says what it needs and starts nothing. This is what it says here, where the model is not at hand:
 
 # %%
 paper = dict(
-    model="TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T", data="nq_open_bm25_distractors", method="bft", ks=[0, 5, 10, 20],
-    steps=250, batch_size=16, n_eval=500, dtype="bfloat16", store=True,
+    model="TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T", data="nq_open_bm25_distractors", method="bft", ks=[0, 5, 10, 20], passages={"words": 32},
+    steps=250, batch_size=16, max_length=320, n_eval=500, dtype="bfloat16", store=True,
 )  # fmt: skip
 print(report("rag_distractors", paper)[0])
+
+# %% [markdown]
+# The memory is that of live tensors in a training step, checked on a CPU alone (`bft_nb.plan.memory`); the evaluation, which reads fifty contexts at once, is not in it.

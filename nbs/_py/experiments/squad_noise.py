@@ -43,24 +43,22 @@ import numpy as np
 import pandas as pd
 
 from bft_nb import qa_study
-from bft_nb.core import check_option
 from bft_nb.figures import COLOUR, use_style
 from bft_nb.finetune import LEARNT, METHODS, answering, finetune, learnt, prepare
 from bft_nb.models import load_model, title
 from bft_nb.plan import report
 from bft_nb.qa import Collator, Scores, answer, answer_ids, corrupt, encode, load_questions, lookup, mean_nll, noise_floor, prompt_ids, score, swap_answers
-from bft_nb.qa_study import advantage, cell, changed, leads, level, mean, outcomes, seeds, shown
-from bft_nb.report import configuration, results_folder
-from bft_nb.results import append_rows, check_new, ranks_path, run_key, run_rows, save_answers
+from bft_nb.qa_settings import ANSWER, ROWS, check_enough, check_length, check_settings
+from bft_nb.qa_study import advantage, cell, changed, leads, level, mean, outcomes, relative, seeds, shown, wordings
+from bft_nb.report import configuration, results_folder, signed
+from bft_nb.results import append_rows, check_new, model_name, ranks_path, run_key, run_rows, save_answers
 from bft_nb.runner import checkout
 
 # %%
 use_style()
-check_option("method", method, METHODS)
-check_option("data", data, ("lookup", "squad_v1.1_train_part", "squad_v1.1_train"))
-check_option("corruption", corruption, ("uniform", "swap"))
-if store and (model == "tiny" or data == "lookup"):
-    raise ValueError("rows of the tiny model and of made-up questions are not stored: choose model and data, or store=false")
+training = dict(steps=steps, batch_size=batch_size, lr=lr)
+params = dict(method=method, noise=noise, corruption=corruption, adapter=adapter, max_length=max_length, answer_length=ANSWER, n_eval=n_eval, dtype=dtype, **training)
+check_settings(params | dict(model=model, data=data, seed=seed, precision_lr=precision_lr, store=store));
 
 # %% [markdown]
 # ## One cell
@@ -68,17 +66,14 @@ if store and (model == "tiny" or data == "lookup"):
 # The run is named by everything that decides its outcome. A filter starts as [chapter 40](../40_llama.ipynb) ships it.
 
 # %%
-answer_length = 16  # tokens, end included
-training = dict(steps=steps, batch_size=batch_size, lr=lr)
-params = dict(method=method, noise=noise, corruption=corruption, adapter=adapter, max_length=max_length, answer_length=answer_length, n_eval=n_eval, dtype=dtype, **training)
 if METHODS[method].added:
     training["precision_lr"] = params["precision_lr"] = precision_lr or lr
-run, path = dict(exp="squad_noise", dataset=data, model=model.rpartition("/")[2], params=params, seed=seed), results_folder() / "squad_noise.csv"
+run, path = dict(exp="squad_noise", dataset=data, model=model_name(model), params=params, seed=seed), results_folder() / "squad_noise.csv"
 if store: check_new(path, run)
 configuration(params)
 
 # %% [markdown]
-# Questions to learn from, to choose by, and to be asked. Those that do not leave room for an answer in `max_length` tokens, and those whose own answer is longer than that room, are left out of all three: long contexts are another question. The choice is the same for every method and seed, and no context of the questions to choose by is learnt from, nor are a filter's scales measured on it.
+# Questions to learn from, to choose by, and to be asked. Those that do not leave room for an answer (`ANSWER` tokens, end included) in `max_length` tokens, and those whose own answer is longer than that room, are left out of all three: long contexts are another question. The choice is the same for every method and seed, and no context of the questions to choose by is learnt from, nor are a filter's scales measured on it.
 
 # %%
 if data == "lookup":
@@ -87,6 +82,7 @@ else:
     taught, asked = load_questions(data), load_questions("squad_v1.1_dev")
 loaded = load_model(model)
 tokenizer = loaded[1]
+check_length(max_length, loaded[0].config)
 title(model)
 
 
@@ -96,7 +92,7 @@ def that_fit(questions: list, n: int | None = None) -> list:
     order = np.random.default_rng(0).permutation(len(questions))
     fit = (
         q for q in (questions[i] for i in order)
-        if len(prompt_ids(q, tokenizer)) + answer_length <= max_length and len(answer_ids(q.target, tokenizer)) <= answer_length
+        if len(prompt_ids(q, tokenizer)) + ANSWER <= max_length and len(answer_ids(q.target, tokenizer)) <= ANSWER
     )  # fmt: skip
     return list(fit) if n is None else [q for q, _ in zip(fit, range(n))]
 
@@ -106,6 +102,7 @@ taught, asked = that_fit(taught), that_fit(asked, n_eval)
 valid = taught[-min(100, n_eval) :]
 held_out = {q.context for q in valid}
 taught = [q for q in taught if q.context not in held_out]
+check_enough({"to be asked": (len(asked), n_eval), "to choose by": (len(valid), min(100, n_eval)), "to learn from": (len(taught), 1)}, max_length)
 pd.DataFrame({"questions": [len(taught), len(valid), len(asked)]}, index=["to learn from", "to choose by", "to be asked"])
 
 # %%
@@ -123,6 +120,9 @@ if corruption == "swap":
 else:
     examples = corrupt(clean, noise, len(tokenizer), seed)
 pd.Series({"labels": sum(len(e.answer) for e in clean), "questions with a wrong label": sum(not a.answer.equal(b.answer) for a, b in zip(examples, clean))})
+
+# %% [markdown]
+# A run that stores its rows keeps checkpoints in `runs/finetune`, and goes on from the last of them if it is killed and started again; one with `store = False` writes none, and starts afresh.
 
 # %%
 collate = Collator(tokenizer)
@@ -142,7 +142,7 @@ round(floor, 3), round(trained.losses[-1]["loss"], 3)
 def measure(questions: list) -> tuple[dict[str, tuple[float, int]], list[str], Scores]:
     "Scores of greedy answers with the number of questions; the negative log-likelihood per token of the true answers to the first hundred."
     with answering(prepared.model, dtype) as lm:
-        said = answer(lm, tokenizer, questions, max_new_tokens=answer_length, batch_size=50)
+        said = answer(lm, tokenizer, questions, max_new_tokens=ANSWER, batch_size=ROWS)
         nll = mean_nll(lm, [encode(q, tokenizer, max_length) for q in questions[:100]], collate)
     found = score(said, questions)
     means = {"em": found.exact.mean(), "f1": found.f1.mean(), "subspan": found.subspan.mean()}
@@ -210,15 +210,16 @@ others if len(others) else "all are stored at the chosen rates" if len(stored) e
 # %% [markdown]
 # ### The table
 #
-# Exact match and F1 in points of 100 over the test questions and seeds, with a 95 % bootstrap interval over questions; F1 of each seed, which says how far trainings differ; and F1 minus that of SFT, paired by question over the seeds that both have (so it need not be the difference of the two means). Questions about one context are alike, so the intervals are somewhat too narrow.
+# Exact match and F1 in points of 100 over the test questions and seeds, with a 95 % bootstrap interval over questions; F1 of each seed, which says how far trainings differ; and F1 minus that of SFT, in points and in percent of SFT's F1 (the paper's unit; its 8.3 % are of $n_p = 0$), paired by question over the seeds that both have (so it need not be the difference of the two means). Questions about one context are alike, so the intervals are somewhat too narrow.
 
 
 # %%
 def line(noise_level: float, m: str) -> dict[str, str]:
     "One line of the table."
-    rows = cells[noise_level, m]
-    against = mean(advantage(rows, cells[noise_level, "sft"])) if m != "sft" and (noise_level, "sft") in cells else ""
-    return {"EM": shown(rows, metric="exact"), "F1": shown(rows), "F1 by seed": seeds(rows), "Δ F1 to SFT": against}
+    rows, sft = cells[noise_level, m], cells.get((noise_level, "sft"), stored.iloc[:0])
+    share = relative(rows, sft) if m != "sft" else None
+    against = {"Δ F1 to SFT": mean(advantage(rows, sft)) if m != "sft" else "", "in %": signed(share, 1) if share else ""}
+    return {"EM": shown(rows, metric="exact"), "F1": shown(rows), "F1 by seed": seeds(rows)} | against
 
 
 # %%
@@ -260,14 +261,14 @@ pd.Series(growth, name="growth of the lead, F1").rename_axis("noise") if growth 
 # %% [markdown]
 # ### Which answers change
 #
-# Answers that are exactly right, by who gave them, over all shared seeds; then, at the highest stored noise, some that only one of the two got right: what is right can be read off the other column.
+# Answers that are exactly right, by who gave them, over all shared seeds; then, at the highest stored noise, some that only one of the two got right: what is right can be read off the other column. An id is that of `squad_v1.1_dev` (the field `id` of `dev-v1.1.json`); the question stands beside it where this page ran with that set in `BFT_DATA`.
 
 # %%
 names = ("BFT", "SFT")
 pd.DataFrame({n: outcomes(*pairs[n], names) for n in lead}).rename_axis("exactly right") if lead else "no rows are stored yet"
 
 # %%
-changed(*pairs[max(lead)], names) if lead else "no rows are stored yet"
+changed(*pairs[max(lead)], names, asked=wordings("squad_noise")) if lead else "no rows are stored yet"
 
 # %% [markdown]
 # ## The paper's size
@@ -291,4 +292,4 @@ paper = dict(
 print(report("squad_noise", paper)[0])
 
 # %% [markdown]
-# The memory is that of live tensors, found by counting what two and three layers of this width keep; the profiler's peak for whole models of SmolLM2's shape lies 0 to 6 % above (`bft_nb.plan.memory`). Shorter questions need less of it.
+# The memory is that of live tensors in a training step, found by counting what two and three layers of this width keep (`bft_nb.plan.memory`). It has been checked on a CPU alone: the profiler's peak of live bytes for whole models of SmolLM2's shape lies 0 to 6 % above. What a GPU's allocator adds has not been measured, and the evaluation, which asks fifty questions at once, is not in it. Shorter questions need less of it.
