@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from bft_nb import runner
 from bft_nb.download import Source, cache_dir, data_dir
-from bft_nb.models import KNOWN, PACKAGED, TINY, WEIGHTS, configuration, is_fetched, own_place, require, title
+from bft_nb.models import KNOWN, PACKAGED, TINY, check_folder, configuration, is_fetched, own_place, require, title
 from bft_nb.qa_settings import ANSWER, ROWS, check_settings
 from bft_nb.results import model_name
 
@@ -70,15 +70,17 @@ def model_line(name: str, config: Any | None) -> Line:
 
 
 def in_hub_cache(name: str) -> bool:
-    "Do a configuration and weights of this id lie in the hub's cache?"
+    "Do a configuration and all weights of this id lie in the hub's cache?"
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
     try:
-        have = [isinstance(try_to_load_from_cache(name, file), str) for file in ("config.json", *WEIGHTS)]
-    except HFValidationError:
+        found = try_to_load_from_cache(name, "config.json")
+        if isinstance(found, str):
+            check_folder(Path(found).parent)
+    except (HFValidationError, FileNotFoundError, ValueError):
         return False
-    return have[0] and any(have[1:])
+    return isinstance(found, str)
 
 
 def random_model(config: Any, **smaller: Any) -> Any:

@@ -116,6 +116,18 @@ def test_a_model_that_is_a_path(bare, capsys, monkeypatch):
     assert "no such folder or file: './m'" in dry(capsys, "squad_noise", bare, model="./m")[1]
 
 
+def test_a_model_in_the_hubs_cache_is_there_if_all_of_it_is(bare, capsys):
+    kept = bare / "hub" / "models--owner--m"
+    place = kept / "snapshots" / "0123"
+    tiny_llama(tiny_tokenizer()).save_pretrained(place, max_shard_size="100KB")
+    (kept / "refs").mkdir()
+    (kept / "refs" / "main").write_text("0123")
+    status, out, _ = dry(capsys, "squad_noise", bare, model="owner/m")
+    assert status == 0 and "owner/m, in the hub's cache" in out
+    next(place.glob("model-*.safetensors")).unlink()
+    assert "owner/m, not in the hub's cache: hf download owner/m" in dry(capsys, "squad_noise", bare, model="owner/m")[1]
+
+
 def test_a_model_in_a_gguf_file(bare, capsys):
     path, tokenizer = bare / "small.gguf", tiny_tokenizer()
     write_gguf(path, tiny_llama(tokenizer), tokenizer)

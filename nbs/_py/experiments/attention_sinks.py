@@ -105,7 +105,7 @@ pd.DataFrame({part: {"paragraphs": len(texts), "tokens": len(tokens), "different
 # %% [markdown]
 # ## One cell
 #
-# A filter's scales are calibrated on eight texts that are learnt from. A model from scratch has nothing to lose, so its filter starts with the equations to the letter. Two more arms take it apart: a filter without a gain, and a plain model with a constant one (damped), the null.
+# A filter's scales are calibrated on eight texts that are learnt from. A model from scratch has nothing to lose, so its filter starts with the equations to the letter. Two more arms take it apart: a filter without a gain, and a plain model with a constant one (damped), the null. A training whose rows are stored keeps checkpoints and goes on from the last of them after a kill; with `store = False` it writes none.
 
 # %%
 params = dict(study=study, method=method, length=length, windows=windows, dtype=dtype)
