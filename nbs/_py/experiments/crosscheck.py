@@ -126,7 +126,10 @@ if store:
 # From here on everything is read from `data/results`. It is made by
 #
 # ```bash
-# bft run crosscheck -p dataset instruments -p rectools envs/rectools/bin/python -p lr 3e-3 -p minutes 28 -p store true
+# RUN="bft run crosscheck -p dataset instruments -p rectools envs/rectools/bin/python -p store true"
+# $RUN -p lr 3e-3 -p minutes 28
+# $RUN -p backbone bert4rec -p dropout 0.3 -p lr 1e-3 -p mask_probability 0.3 -p minutes 22
+# $RUN -p backbone hstu -p dropout 0.3 -p lr 3e-3 -p mask_probability 0.3 -p minutes 22
 # ```
 
 # %%
