@@ -23,7 +23,7 @@ from bft_nb.archive import read_archive, write_archive
 from bft_nb.download import data_dir
 from bft_nb.interactions import dataset, find, from_frame, from_lengths, load
 from bft_nb.recommender import (
-    MIN_CALIBRATION, STUDIED, Recommender, UnknownItems, add_rows, asked, backbone_classes, beliefs, build, calibrate, confidence, effects, explanation, hold_back_last, judge, last_weights, numbers_of, plot_explanation, reliability_bins, sharpness, top_lists,
+    MIN_CALIBRATION, STUDIED, Recommender, UnknownItems, add_rows, asked, backbone_classes, beliefs, build, calibrate, confidence, effects, explanation, hold_back_last, judge, last_weights, numbers_of, placed_like, plot_explanation, reliability_bins, sharpness, top_lists,
     user_state, without_duplicates,
 )  # fmt: skip
 from bft_nb.training import fit, history_rows
@@ -829,8 +829,10 @@ def test_new_items_change_nothing_else_and_are_unknown():
     pd.testing.assert_frame_equal(old, before.drop(columns=["rank", "confidence"]), rtol=1e-4)
     weights, grown = made.model.item_weights().detach(), made.model.precision.tau.detach()
     i03, i04 = numbers_of(np.array(["i03", "i04"]), made.item_ids)
-    close(weights[25], weights[[i03, i04]].mean(0))
-    close(weights[26], weights[1:25].mean(0))
+    mean, away = weights[1:25].mean(0), lambda numbers: (weights[numbers] - weights[1:25].mean(0)).norm(dim=-1)
+    close(away([25])[0], away([i03, i04]).mean())
+    close(torch.nn.functional.cosine_similarity(weights[25] - mean, weights[[i03, i04]].mean(0) - mean, dim=0), torch.tensor(1.0))
+    close(weights[26], mean)
     close(grown[:24], tau)
     close(grown[24:], tau.min().expand(2))
     assert len(made.recommend({"x": ["new", "i99"]}, k=3)) == 3
@@ -842,6 +844,19 @@ def test_new_item_is_recommended_where_its_like_is():
     first = made.recommend({"x": ["i02"]}, k=1).item.item()
     made.add_items(["twin"], like={"twin": [first]})
     assert set(made.recommend({"x": ["i02"]}, k=2).item) == {first, "twin"}
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 8), st.integers(1, 6), st.floats(0.1, 10), st.integers(0, 99))
+def test_the_place_of_a_new_item(n, d, scale, seed):
+    g = torch.Generator().manual_seed(seed)
+    like, mean, move = (torch.randn(*shape, generator=g, dtype=torch.float64) for shape in ((n, d), (d,), (d,)))
+    place = placed_like(like, mean)
+    close(placed_like(like.repeat(3, 1), mean), place)  # naming items thrice says nothing new
+    close(placed_like(like * scale + move, mean * scale + move), place * scale + move)
+    close(placed_like(like[:1], mean), like[0])
+    close((place - mean).norm(), (like - mean).norm(dim=-1).mean())
+    close(placed_like(torch.stack([mean + move, mean - move]), mean), mean)
 
 
 @pytest.mark.parametrize(("ids", "like", "error", "message"), [

@@ -760,8 +760,40 @@ def history_of(
 # %% [markdown]
 # ## Growing a catalogue
 #
-# A new item has no interactions, so nothing is known of it: not where it lies, nor how much it tells. Its embedding is the mean of the items it is said to be like (the simplest kriging: equal weights), or of all items if nothing is said;
-# its prior precision $\tau$ is the **least** $\tau$ that any item has learnt: "unknown" **[D]**. A user who chose it is then described by the rest of the history. (Where $\tau$ comes from a network on the embedding or is one constant, there is no number per item that could say "unknown"; the new item gets what the rule gives it.)
+# A new item has no interactions, so nothing is known of it: not where it lies, nor how much it tells. If nothing is said, its embedding is the mean $\bar m$ of all items. If it is said to be like some, it lies in their direction (the simplest kriging: equal weights), as far from the mean as they do on average **[D]**:
+#
+# $$m_{\text{new}} = \bar m + \ell\,\frac{a}{\lVert a\rVert}, \qquad a = \frac1n \sum_{j=1}^n (m_j - \bar m), \qquad \ell = \frac1n \sum_{j=1}^n \lVert m_j - \bar m\rVert \tag{33.4}$$
+#
+# The plain mean of the $n$, $\bar m + a$, would be the best guess of the embedding, and a poor one of the item's chances: directions that differ cancel, so it is the shorter the more items are named, and a score is an inner product. With fifty names it would be in nobody's list (measured below).
+#
+# Its prior precision $\tau$ is the **least** $\tau$ that any item has learnt: "unknown" **[D]**. A user who chose it is then described by the rest of the history. (Where $\tau$ comes from a network on the embedding or is one constant, there is no number per item that could say "unknown"; the new item gets what the rule gives it.)
+
+# %%
+#| exports
+LEAST_DIRECTION = 1e-3  # of the length of the deviations: items whose mean is shorter point nowhere together
+
+
+# %%
+#| exports
+def placed_like(
+    like: Float[Tensor, "n d"],  # embeddings of the items a new one is like
+    mean: Float[Tensor, " d"],  # of all items
+) -> Float[Tensor, " d"]:
+    "The place of a new item (33.4); the mean of all if those it is like point nowhere together."
+    away = like - mean
+    there, length = away.mean(0), away.norm(dim=-1).mean()
+    return mean + there * length / there.norm() if there.norm() > LEAST_DIRECTION * length else mean
+
+
+# %% [markdown]
+# Like one item it lies where that item lies; like two at a right angle, between them and as far out:
+
+# %%
+two = torch.tensor([[3.0, 1.0], [1.0, 3.0]])
+placed_like(two[:1], torch.ones(2)), placed_like(two, torch.ones(2)), two.mean(0)
+
+# %%
+torch.testing.assert_close(placed_like(two, two.mean(0)), two.mean(0))
 
 
 # %%
@@ -835,11 +867,10 @@ def new_ids(
 # %%
 #| exports
 def resembling(
-    ids: Iterable[Any] | None,  # own ids; None: all items
+    ids: Iterable[Any],  # own ids
     item_ids: Shaped[np.ndarray, " v"],
 ) -> Int[np.ndarray, " n"]:
     "Numbers of the items a new one is like; `ValueError` for none or unknown ones."
-    if ids is None: return np.arange(1, len(item_ids) + 1)
     wanted = own_ids(ids, "like")
     if not len(wanted): raise ValueError("like needs at least one known item for each new one it names")
     numbers = numbers_of(wanted, item_ids, "like")
@@ -1384,7 +1415,9 @@ class Recommender:
         ids: Iterable[Any],  # own ids of new items
         like: Mapping[Any, Iterable[Any]] | None = None,  # new item -> known items it resembles; others start at the mean of all items
     ) -> "Recommender":
-        """Let the model know new items without training it; the prior precision says "unknown".
+        """Let the model know new items without training it, placed as (33.4) says; the prior precision says "unknown".
+
+        An item of which nothing is said scores as the average item does, so it is in hardly anybody's list unless `candidates` leave little else.
 
         The calibration stays that of the old catalogue: many new items spread the shares, which lowers sharpness and with it confidence, although nobody's choice changed. Fit again when they have been chosen.
         Raises `ValueError` for ids that are known or given twice, `TypeError` for ids of another type or a `like` that is no mapping."""
@@ -1393,7 +1426,8 @@ class Recommender:
         new = new_ids(ids, like, self.item_ids)
         if not len(new): return self
         weights = self.model.item_weights().detach()
-        places = torch.stack([weights[resembling(like.get(i), self.item_ids)].mean(0) for i in new.tolist()])
+        mean = weights[1:].mean(0)
+        places = torch.stack([mean if like.get(i) is None else placed_like(weights[resembling(like[i], self.item_ids)], mean) for i in new.tolist()])
         self.model = add_rows(self.model, build(self.settings["backbone"], self.model.n_items + len(new), model_arguments(self.settings)), places)
         self.item_ids = np.concatenate([self.item_ids, new])
         return self
