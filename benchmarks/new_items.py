@@ -158,14 +158,24 @@ def of_new(made: Recommender, p: Plan) -> Found:
     return averages(places(made, asked), ".all", missing) | averages(places(made, asked, allowed), ".new", missing)
 
 
-def of_old(made: Recommender, p: Plan) -> Found:
-    "The hidden old items, and what was said of them."
+def changes(later: tuple[np.ndarray, np.ndarray], earlier: tuple[np.ndarray, np.ndarray], name: str) -> Found:
+    "Mean and spread over users of later minus earlier HR and NDCG."
+    found: Found = {}
+    for metric, a, b in zip((f"hr@{K}", f"ndcg@{K}"), later, earlier, strict=True):
+        found |= {f"{metric}.{name}": (float((a - b).mean()), len(a)), f"{metric}.{name}.sd": (float((a - b).std(ddof=1)), len(a))}
+    return found
+
+
+def of_old(made: Recommender, p: Plan, before: Recommender | None = None) -> Found:
+    "The hidden old items, what was said of them, and what the new ones changed, if it is known where they were before."
     asked = examples(made, p.train, p.asked_old)
     known = judge(made.model, asked, True)
     said, hits = made.confidence(known.evidence, K), known.ranks <= K
     n = len(hits)
     found = {"confidence": said.mean(), "log_loss": log_loss(said, hits), "sharpness": known.evidence[:, 0].mean()}
-    return averages(places(made, asked)) | {name: (float(value), n) for name, value in found.items()}
+    place = places(made, asked)
+    change = {} if before is None else changes(expected(*place), expected(*places(before, examples(before, p.train, p.asked_old))), "change")
+    return averages(place) | change | {name: (float(value), n) for name, value in found.items()}
 
 
 def of_everybody(made: Recommender, p: Plan) -> Found:
@@ -185,16 +195,13 @@ def of_reading(made: Recommender, likes: int, p: Plan) -> Found:
     asked = p.asked_old[p.asked_old.index.isin(lately.loc[lately["item"].isin(p.new), "user"]) & p.asked_old.index.isin(p.train["user"])]
     other = tau_of_likes(made, resemblance(p.told, p.new, p.train["item"].unique(), likes))
     ways = {"without": (made, p.train), "with": (made, p.told), "like": (other, p.told)}
-    found, values = {}, {}
+    found: Found = {}
+    values = {}
     for name, (which, known) in ways.items():
         place = places(which, examples(which, known, asked))
         found |= averages(place, f".{name}")
         values[name] = expected(*place)
-    for i, metric in enumerate(("hr", "ndcg")):
-        for name, other_name in (("with", "without"), ("like", "with")):
-            d = values[name][i] - values[other_name][i]
-            found |= {f"{metric}@{K}.{name}-{other_name}": (float(d.mean()), len(d)), f"{metric}@{K}.{name}-{other_name}.sd": (float(d.std(ddof=1)), len(d))}
-    return found
+    return found | changes(values["with"], values["without"], "with-without") | changes(values["like"], values["with"], "like-with")
 
 
 def of_counts(p: Plan) -> dict[str, Found]:
@@ -212,8 +219,8 @@ def measured(made: Recommender, start: str, likes: int, p: Plan) -> dict[str, Fo
         return {"old": of_old(made, p)}
     if start == "popularity":
         return of_counts(p)
-    bigger = made if start == "again" else grown(made, start, likes, p)
-    found = {"new": of_new(bigger, p), "old": of_old(bigger, p), "everybody": of_everybody(bigger, p)}
+    bigger, before = (made, None) if start == "again" else (grown(made, start, likes, p), made)
+    found = {"new": of_new(bigger, p), "old": of_old(bigger, p, before), "everybody": of_everybody(bigger, p)}
     return found | ({"reading": of_reading(bigger, likes, p)} if start == "like" and bigger.settings["bft"] else {})
 
 
