@@ -13,6 +13,7 @@ import os
 import pickle
 import re
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
@@ -355,7 +356,7 @@ def whole(place: str | Path) -> Iterator[None]:
 
     try:
         yield
-    except (SafetensorError, pickle.UnpicklingError, EOFError, zipfile.BadZipFile) as e:
+    except (SafetensorError, pickle.UnpicklingError, EOFError, IndexError, struct.error, zipfile.BadZipFile) as e:  # a pickle that was cut may raise any of four
         reason = "no pickle of tensors alone" if isinstance(e, pickle.UnpicklingError) else str(e) or type(e).__name__  # torch's own words advise to run what is in there
         raise ValueError(f"the weights of {str(place)!r} are damaged ({reason}): delete them and fetch the model again") from e
 
