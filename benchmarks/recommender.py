@@ -3,8 +3,9 @@
     python benchmarks/recommender.py ml100k
 
 The last event of every user is hidden; a recommender is fitted to the rest through its public functions, recommends ten items to
-everybody, and its confidence is compared with the hits, in fifths of the users by confidence. Trained with the recommender's own
-defaults; every setting is named in the rows. The page that reads them is chapter 33.
+everybody, and its confidence is compared with the hits, in fifths of the users by confidence. What sharpness and log precision say of a hit
+is compared with what the length of the history says. Trained with the recommender's own defaults; every setting is named in the rows. The
+page that reads them is chapter 33.
 """
 
 import argparse
@@ -16,25 +17,42 @@ import pandas as pd
 import torch
 
 from bft_nb.interactions import Examples, from_end, load, rows
-from bft_nb.recommender import Recommender, calibrate, confidence, judge, reliability_bins
+from bft_nb.recommender import Known, Recommender, calibrate, confidence, judge, last_choices, reliability_bins
 from bft_nb.report import results_folder
 from bft_nb.results import append_rows, commit, has_rows, make_rows
+
+FORECASTS = {"sharpness": ["sharpness"], "precision": ["precision"], "both": ["sharpness", "precision"], "length": ["sharpness", "length"], "all": ["sharpness", "length", "precision"]}
+
+
+def losses(p: np.ndarray, y: np.ndarray) -> np.ndarray:
+    "Log loss of each user [nat]."
+    return -np.where(y, np.log(p), np.log1p(-p))
 
 
 def log_loss(p: np.ndarray, y: np.ndarray) -> float:
     "Mean log loss [nat]."
-    return float(-np.where(y, np.log(p), np.log1p(-p)).mean())
+    return float(losses(p, y).mean())
 
 
-def shares(known, test, k: int) -> dict[str, float]:
-    "Log loss on the hidden events of forecasters that were learnt on validation, and the slopes of the full one."
+def evidence(known: Known, lengths: np.ndarray) -> dict[str, np.ndarray]:
+    "What a forecast may be learnt from: the model's evidence, and as a rival the log length of the history."
+    return dict(zip(("sharpness", "precision"), known.evidence.T)) | {"length": np.log(lengths)}
+
+
+def shares(known: Known, test: Known, lengths: tuple[np.ndarray, np.ndarray], k: int) -> dict[str, float]:
+    "Log loss on the hidden events of forecasters that were learnt on validation, the slopes of each, and what the log precision adds, user by user."
     v, y = known.ranks <= k, test.ranks <= k
-    found = {"log_loss.rate": log_loss(np.full(len(y), v.mean()), y)}
-    for name, columns in {"sharpness": [0], "precision": [1], "both": [0, 1]}.items():
-        if max(columns) < known.evidence.shape[1]:
-            made = calibrate(known.evidence[:, columns], v)
-            found[f"log_loss.{name}"] = log_loss(confidence(made, test.evidence[:, columns]), y)
-            found |= {f"slope.{name}.{i}": float(s) for i, s in enumerate(made.slopes)}
+    learnt, asked = evidence(known, lengths[0]), evidence(test, lengths[1])
+    found, loss = {"log_loss.rate": log_loss(np.full(len(y), v.mean()), y)}, {}
+    for name, kinds in FORECASTS.items():
+        if set(kinds) <= set(learnt):
+            made = calibrate(np.column_stack([learnt[kind] for kind in kinds]), v)
+            loss[name] = losses(confidence(made, np.column_stack([asked[kind] for kind in kinds])), y)
+            found |= {f"log_loss.{name}": float(loss[name].mean())} | {f"slope.{name}.{i}": float(s) for i, s in enumerate(made.slopes)}
+    for more, less in (("both", "sharpness"), ("all", "length")):
+        if more in loss:
+            gain = loss[less] - loss[more]
+            found |= {f"gain.{more}": float(gain.mean()), f"gain.{more}.sd": float(gain.std(ddof=1))}
     return found
 
 
@@ -61,8 +79,9 @@ def measure(name: str, bft: bool, seed: int, k: int, epochs: int | None) -> None
     targets = numbers.reindex(hidden[known]).to_numpy().astype(np.int32)
     users = np.flatnonzero(known)
     test = judge(made.model, Examples(users.astype(np.int32), rows(made.histories, users), targets), filter_seen=True)
+    lengths = last_choices(made.histories).histories.lengths, made.histories.lengths[users]
     hits = test.ranks <= k
-    found = {f"hr@{k}": hits.mean(), "unknown_targets": int((~known).sum()), **shares(made.known, test, k)}
+    found = {f"hr@{k}": hits.mean(), "unknown_targets": int((~known).sum()), **shares(made.known, test, lengths, k)}
     for b, part in enumerate(reliability_bins(made.confidence(test.evidence, k), hits)):
         found |= {f"confidence.bin{b}": part.confidence, f"hr@{k}.bin{b}": part.hit_rate, f"hits.bin{b}": round(part.hit_rate * part.n), f"n.bin{b}": part.n}
     common = dict(**run, split="held_out", n=len(hits), seconds=round(time.perf_counter() - start, 1), device="cpu", commit=commit())
