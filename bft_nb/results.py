@@ -13,6 +13,7 @@ import os
 import re
 import subprocess
 import tempfile
+import warnings
 import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -142,10 +143,12 @@ def _replacing(path: Path) -> Iterator[Path]:
 
 
 def append_rows(path: str | Path, rows: Iterable[Mapping[str, Any]]) -> int:
-    "Append checked rows to a CSV file, all or none, whoever else is appending; returns how many."
+    "Append checked rows to a CSV file, all or none, whoever else is appending; returns how many. Warns of rows whose code is in no commit."
     path, new = Path(path), [check_row(row) for row in rows]
     if not new:
         return 0
+    for made_by in sorted({row["commit"] for row in new if row["commit"].endswith("+")}):
+        warnings.warn(f"{path.name}: rows of code that differs from its commit ({made_by}) cannot be made again: commit first, and do not publish them", stacklevel=2)
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(path.with_name(f".{path.name}.lock")):
         old = read_rows(path) if path.exists() else []

@@ -43,6 +43,13 @@ def test_round_trip(tmp_path):
     assert read_rows([path, path]) == rows * 2
 
 
+def test_rows_of_uncommitted_code_are_called_that(tmp_path, recwarn):
+    append_rows(tmp_path / "r.csv", [row(commit="abcdef0123")])
+    assert not recwarn.list
+    with pytest.warns(UserWarning, match=r"r\.csv: rows of code that differs from its commit \(abcdef0123\+\)"):
+        append_rows(tmp_path / "r.csv", [row(seed=1, commit="abcdef0123+"), row(seed=2, commit="abcdef0123+")])
+
+
 def test_appending_changes_no_byte_of_what_is_there(tmp_path):
     path = tmp_path / "rec.csv"
     append_rows(path, [row(value=0.1 + 0.2)])
