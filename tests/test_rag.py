@@ -1,6 +1,7 @@
 "Snippets give nothing away, and growing contexts are answered as each alone."
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -88,6 +89,9 @@ def test_contexts_that_do_not_go_together(retrieved):
         answer_growing(model, tokenizer, [[r.over(0) for r in retrieved[:2]], [retrieved[0].over(1)]])
     with pytest.raises(ValueError, match=r"the same questions, one at least, got \[\]"):
         answer_growing(model, tokenizer, [])
+    for part in ("question", "context"):
+        with pytest.raises(ValueError, match=f"the {part} is empty"):
+            answer_growing(model, tokenizer, [[replace(r.over(0), **{part: " "}) for r in retrieved[:2]]])
     model.config.max_position_embeddings = 60
     with pytest.raises(ValueError, match="longer than the model's 60"):
         answer_growing(model, tokenizer, [[retrieved[0].over(5)]])
