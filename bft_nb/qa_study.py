@@ -20,7 +20,7 @@ from bft_nb.report import choose, load_rows, results_folder, runs_of, signed
 from bft_nb.results import COLUMNS, load_answers, ranks_path
 
 __all__ = [
-    "BUDGETS", "RAG", "ROLES", "SQUAD", "advantage", "answers", "both", "cell", "changed", "choices", "leads", "learnt", "level", "mean", "outcomes", "per_question",
+    "BUDGETS", "RAG", "ROLES", "SQUAD", "advantage", "answers", "at_equal_rates", "both", "cell", "changed", "choices", "leads", "learnt", "level", "mean", "outcomes", "per_question",
     "relative", "seeds", "shown", "stray", "study_rows", "tuned", "tuning", "wordings",
 ]  # fmt: skip
 
@@ -131,6 +131,19 @@ def relative(candidate: pd.DataFrame, baseline: pd.DataFrame, split: str = "test
     "Candidate minus baseline in percent of the baseline's mean, over the seeds that both have, with its bootstrap interval over questions; None if they share no seed."
     a, b = (per_question(found, metric) for found in both(candidate, baseline, split, folder))
     return bootstrap_ratio(100 * (a - b), b) if len(a) else None
+
+
+def at_equal_rates(rows: pd.DataFrame, candidate: str, baseline: str = "sft", split: str = "test", folder: Path | None = None, **condition: Any) -> pd.DataFrame:
+    "What is stored of two methods at the same learning rate, by the candidate's rates: score of each with its interval, and the difference paired by question, over the seeds that both have."
+    found = {}
+    for lr, rates in choose(rows, method=candidate, **condition)[["lr", "rates"]].drop_duplicates().sort_values(["lr", "rates"]).itertuples(index=False):
+        ours, others = cell(rows, candidate, rates, **condition), cell(rows, baseline, f"{lr:g}", **condition)
+        shared = sorted(set(ours["seed"]) & set(others["seed"]))
+        if shared:
+            ours, others = (one[one["seed"].isin(shared)] for one in (ours, others))
+            scores = {METHODS[m].title: shown(one, split, folder=folder) for m, one in ((baseline, others), (candidate, ours))}
+            found[rates] = scores | {"Δ": mean(advantage(ours, others, split, folder=folder)), "seeds": ", ".join(map(str, shared))}
+    return pd.DataFrame(found).T.rename_axis("rates")
 
 
 def leads(pairs: Mapping[Any, tuple[pd.DataFrame, pd.DataFrame]], split: str = "test", metric: str = "f1", folder: Path | None = None) -> dict[Any, np.ndarray]:

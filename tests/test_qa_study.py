@@ -98,6 +98,16 @@ def test_differences_are_paired_by_question_over_shared_seeds(rows):
     assert table["question"].tolist() == ["Who?", "", ""] and table.columns.tolist() == ["question", "right", "BFT", "SFT"]
 
 
+def test_methods_at_equal_rates(rows):
+    stored, folder = rows
+    store(folder, lr=3e-3)  # a rate that only one of them has
+    found = s.at_equal_rates(s.study_rows("squad_noise", folder), "bft", folder=folder, noise=0.3)
+    assert found.index.tolist() == ["0.0003", "0.001", "0.001, own 0.01"] and found.columns.tolist() == ["SFT", "BFT", "Δ", "seeds"]
+    assert found.loc["0.0003", "Δ"].startswith("−25.0 [") and found.loc["0.001", "Δ"].startswith("+25.0 [")
+    assert set(found["seeds"]) == {"0"}  # seed 1 is stored of one method alone
+    assert s.at_equal_rates(stored, "gce", folder=folder).empty
+
+
 def test_a_difference_in_percent_of_the_baseline(rows):
     stored, folder = rows
     sft, bft = s.cell(stored, "sft", "0.001"), s.cell(stored, "bft", "0.001")
