@@ -48,17 +48,17 @@ def verdict(d: Estimate | None) -> str:
     return "seen" if d.low > 0 else "reversed" if d.high < 0 else "not shown"
 
 
-def gain(dataset: str, backbone: str, arm: str, metric=lambda ranks: ndcg(ranks, k), groups=load_strata, group: str = "all", thin: float = 1.0) -> Estimate | None:
-    "How much the filter is above an arm, in percent; None if it is not stored."
-    ours, theirs = (cell(stored, dataset, backbone, a, thin) for a in ("filter", arm))
+def gain(dataset: str, backbone: str, arm: str, metric=lambda ranks: ndcg(ranks, k), groups=load_strata, group: str = "all", thin: float = 1.0, **settings: float) -> Estimate | None:
+    "How much the filter is above an arm, in percent, each as tuned or both at other settings; None if it is not stored."
+    ours, theirs = (cell(stored, dataset, backbone, a, thin, **settings) for a in ("filter", arm))
     if not set(ours["seed"]) & set(theirs["seed"]):
         return None
     return compare(ours, theirs, metric, groups=groups, relative=True).get(group)
 
 
-def above_others(dataset: str, backbone: str, groups) -> Estimate | None:
+def above_others(dataset: str, backbone: str, groups, **settings: float) -> Estimate | None:
     "By how many points the gain in HR@k of the first group is above that of all other users; None if it is not stored."
-    pair = [cell(stored, dataset, backbone, arm) for arm in ("filter", FAIR[backbone])]
+    pair = [cell(stored, dataset, backbone, arm, **settings) for arm in ("filter", FAIR[backbone])]
     return contrast(*pair, "0", hits, groups=groups) if all(map(len, pair)) else None
 
 
@@ -118,17 +118,26 @@ plt.show()
 # %% [markdown]
 # ## 2. The largest numbers: Instruments, rare items, cold users, sparse data
 #
-# **The paper says** HSTU gains 15.1 % HR@10 on Instruments; the rarest quarter of the targets gains 14.5 % HR@10 on Sports; cold users gain most; the gain grows as data get sparser, and is small on dense data. "Most" and "grows" compare two gains, so their difference has lines of its own, in points: a group against all other users, each part resampled by itself; a quarter of the events against all of them, at the seeds that all four cells have.
+# **The paper says** HSTU gains 15.1 % HR@10 on Instruments; the rarest quarter of the targets gains 14.5 % HR@10 on Sports; cold users gain most; the gain grows as data get sparser, and is small on dense data. "Most" and "grows" compare two gains, so their difference has lines of its own, in points: a group against all other users, each part resampled by itself; a quarter of the events against all of them, at the seeds that all four cells have. HSTU's filter chose half the plain layer's learning rate, within noise; "equal rates" has both at the plain layer's, .006.
 
 # %%
-rare = {b: gain("sports", b, FAIR[b], hits, group="0") for b in FAIR}
+EQUAL = "hstu, equal rates"
+WHO = {b: (b, {}) for b in FAIR} | {EQUAL: ("hstu", dict(dropout=0.5, lr=6e-3))}  # backbone and settings
+FAIR_HERE = {who: FAIR[b] for who, (b, _) in WHO.items()}
+
+
+def on_sports(who: str, groups=load_strata, group: str = "all") -> Estimate | None:
+    "The gain of a group of users in HR@k."
+    return gain("sports", WHO[who][0], FAIR_HERE[who], hits, groups, group, **WHO[who][1])
+
+
 lines = {
-    ("HSTU on Instruments, HR@10", "hstu"): (gain("instruments", "hstu", "plain", hits), "+15.1"),
-    **{("rarest quarter on Sports, HR@10", b): (d, "+14.5") for b, d in rare.items()},
-    **{("… minus all other items", b): (above_others("sports", b, load_strata), "above 0") for b in FAIR},
-    **{("shortest histories on Sports, HR@10", b): (gain("sports", b, FAIR[b], hits, history_strata, "0"), "most of all users") for b in FAIR},
-    **{("… minus all other users", b): (above_others("sports", b, history_strata), "above 0") for b in FAIR},
-    **{("all users on Sports, HR@10", b): (gain("sports", b, FAIR[b], hits), "") for b in FAIR},
+    **{("HSTU on Instruments, HR@10", who): (gain("instruments", "hstu", "plain", hits, **WHO[who][1]), "+15.1") for who in ("hstu", EQUAL)},
+    **{("rarest quarter on Sports, HR@10", who): (on_sports(who, group="0"), "+14.5") for who in WHO},
+    **{("… minus all other items", who): (above_others("sports", b, load_strata, **settings), "above 0") for who, (b, settings) in WHO.items()},
+    **{("shortest histories on Sports, HR@10", who): (on_sports(who, history_strata, "0"), "most of all users") for who in WHO},
+    **{("… minus all other users", who): (above_others("sports", b, history_strata, **settings), "above 0") for who, (b, settings) in WHO.items()},
+    **{("all users on Sports, HR@10", who): (on_sports(who), "") for who in WHO},
     **{(f"Beauty, {share:.0%} of the events, NDCG@10", b): (gain("beauty", b, FAIR[b], thin=share), "grows downwards") for share in (1.0, 0.5, 0.25) for b in ("sasrec", "hstu")},
     **{("… 25% minus 100%", b): (grown("beauty", b, 0.25), "above 0") for b in ("sasrec", "hstu")},
     **{("MovieLens (dense), NDCG@10", b): (gain("ml1m", b, FAIR[b]), "small") for b in FAIR},
@@ -226,11 +235,18 @@ plain, whole = (speed[speed["bft"] == bft].set_index(["model", "dataset", "negat
 (whole / plain).groupby(["model", "dataset", "negatives", "sequences"]).median().round(2).rename("filter/plain").reset_index().set_index(["model", "dataset"])
 
 # %% [markdown]
+# One layer alone, filter over torch's own with its fused attention, by length (`benchmarks/layer.py --store`; width 64, two heads, 6,400 tokens a batch, one CPU thread): CPU time of a forward pass and of a step of training, the most memory that a step adds, and the multiplications in the matrix products of a forward pass. *Explicit* keeps the matrix of weights, *blocked* goes through it in blocks.
+
+# %%
+layer = load_rows("layer")
+layer.pivot_table(index=["model", "length"], columns="metric", values="value")[["forward", "step", "memory", "products"]].round(2).rename_axis(["implementation", "length"])
+
+# %% [markdown]
 # ## Reading
 #
-# **1. Better everywhere: no.** In NDCG@10, and against the layer that differs by precision alone, SASRec's filter is ahead on two sets (Instruments and Yelp, by 2 to 3 %) and on the other four no difference shows; HSTU's is ahead on none, and 2 % behind on Beauty and Sports, each layer at the rate it chose; at equal rates, looked at afterwards, it is ahead on Instruments (1.5 %) and Sports (3 %) and level on Beauty, so a rate decides; BERT4Rec's is ahead of its null on none of the Amazon sets. Of its two leads elsewhere, Yelp's is repeated places alone; on MovieLens it is 8 % ahead, at a learning rate that the others do not stand, and 6 % at one that they do ([the study](recommendation.ipynb)). In HR@10, the paper's metric, SASRec's leads are Sports and Yelp (2 and 6 %), HSTU's is Instruments (1 %, an interval that touches zero, as does that of its 2 % on Sports in NDCG@10), BERT4Rec's are Beauty (5 %), Yelp and MovieLens. Against torch's layer SASRec is ahead in HR@10 on Beauty, Sports, Instruments and Yelp (2 to 13 %) and 4 % behind on MovieLens; BERT4Rec is behind on Sports and Instruments. (HSTU's filter, as it starts, hardly filters; a hint that a larger first precision helps on Instruments is in [ablation](ablation.ipynb).) Against torch's own layer there are larger differences, of both signs, and most of them belong to where dropout acts and to how fast a model starts to learn, not to precision.
+# **1. Better everywhere: no.** In NDCG@10, and against the layer that differs by precision alone, SASRec's filter is ahead on two sets (Instruments and Yelp, by 2 to 3 %) and on the other four no difference shows; HSTU's is ahead on none, and 2 % behind on Beauty and Sports, each layer at the rate it chose; at equal rates, looked at afterwards, it is ahead on Instruments (1.5 %) and Sports (3 %) and level on Beauty, so a rate decides; BERT4Rec's is ahead of its null on none of the Amazon sets. Of its two leads elsewhere, Yelp's is repeated places alone; on MovieLens it is 8 % ahead, at a learning rate that the others do not stand, and 6 % at one that they do ([the study](recommendation.ipynb)). In HR@10, the paper's metric, SASRec's leads are Sports and Yelp (2 and 6 %), HSTU's is Instruments (1 %, an interval that touches zero, as does that of its 2 % on Sports in NDCG@10), BERT4Rec's are Beauty (5 %), Yelp and MovieLens. Against torch's layer SASRec is ahead in HR@10 on Beauty, Sports, Instruments and Yelp (2 to 13 %) and 4 % behind on MovieLens; BERT4Rec is behind on Sports and Instruments. (HSTU's filter hardly filters at the rate it chose; a larger rate, or a larger first precision, lowers its gain, and on Instruments either brings the same 3 % at one seed, [ablation](ablation.ipynb).) Against torch's own layer there are larger differences, of both signs. Where the null differs from that layer too, in SASRec on Instruments and Yelp and in BERT4Rec on Sports and Yelp, half or all of them belong to where dropout acts.
 #
-# **2. The large numbers: none of them.** HSTU on Instruments gains 1 % HR@10 at the rate it chose and 2.5 % at the plain layer's, not 15. The rarest quarter on Sports gains nothing that shows, and 14.5 % lies outside the intervals of SASRec and HSTU; that it gains more than the other items shows for no backbone, and in HSTU it gains less. Users with short histories do not stand out from the others. With fewer events SASRec's gain does not grow; HSTU's does, at a quarter of Beauty, by 6 points, at one seed and with another learning rate than the plain layer's. On MovieLens, the dense set, differences of SASRec and HSTU are small, as the paper says; BERT4Rec's, 8 %, is not.
+# **2. The large numbers: none of them.** HSTU on Instruments gains 1 % HR@10 at the rate it chose and 2.5 % at the plain layer's, not 15. The rarest quarter on Sports gains nothing that shows, and 14.5 % lies outside the intervals of SASRec and HSTU; that it gains more than the other items shows for no backbone, and in HSTU it gains less (at equal rates that is not shown). Users with short histories do not stand out from the others, but in HSTU at equal rates, where they gain less. With fewer events SASRec's gain does not grow; HSTU's does, at a quarter of Beauty, by 6 points, at one seed and with another learning rate than the plain layer's. On MovieLens, the dense set, differences of SASRec and HSTU are small, as the paper says; BERT4Rec's, 8 %, is not.
 #
 # **3. The order: in SASRec and BERT4Rec yes, in HSTU no.** The rarest quarter gets a higher $\tau$ and a lower gain than the most popular one in SASRec on every set (on MovieLens by a hair, and not in between) and, in the first layer, in BERT4Rec on the sparse ones; in HSTU the first layer's gain is near one on sparse sets and ordered the other way. The size of $K$ depends on learning rate, dropout and seed, so .77 is not a number of nature. And the order does not bring the benefit for rare items that it was to explain.
 #
@@ -238,4 +254,4 @@ plain, whole = (speed[speed["bft"] == bft].set_index(["model", "dataset", "negat
 #
 # **6. Gates are flat; gains can follow, and need not.** Sigmoid gates, headwise or elementwise, in SmolLM2-135M-Instruct after forty steps and in small models from scratch, do not follow the length: their log-odds change by .00 per doubling. The filter's gain does, by .09 in SmolLM2, 85 % of it in the first third of the layers, and by .15 in a model from scratch at one learning rate, mostly in one layer; at twice the rate not at all. A learnt sink logit follows more steeply than either. Real sinks keep their share of the weight as the context grows, so their sample size stays small, as the paper's explanation needs; but the lower loss of the filter from scratch is matched by a plain model whose attention is multiplied by a constant ([attention sinks](attention_sinks.ipynb)).
 #
-# **7. Time, nearly; parameters, in a language model.** TinyLlama grows by .007 %. A recommender grows by 1.5 %, fifteen times the claim, because every item has a $\tau$ beside its 64 numbers (one $\tau$ for all does as well, [ablation](ablation.ipynb)). SASRec's filter trains in 1.1 to 1.4 times the time of the plain layer, BERT4Rec's in 1.3, HSTU's in 1.75. The memory of "ordinary attention" is not compared: chapter 20 measures our blocked form against our explicit one, not against torch's fused attention. That no forward pass is added follows from the form of the layer; it is not measured either.
+# **7. Time, nearly; parameters, in a language model.** TinyLlama grows by .007 %. A recommender grows by 1.5 %, fifteen times the claim, because every item has a $\tau$ beside its 64 numbers (one $\tau$ for all does as well, [ablation](ablation.ipynb)). SASRec's filter trains in 1.1 to 1.4 times the time of the plain layer, BERT4Rec's in 1.3, HSTU's in 1.75. One layer alone, in its blocked form, needs twice the memory of torch's layer with fused attention, at every length from 50 to 2,048, so it grows as that does, but is not the same; a step of training takes 1.5 to 1.9 times the time, a forward pass 2.1 to 2.8 times. In a whole recommender the softmax over the items, which both pay, makes 1.1 to 1.4 of that. No second forward pass hides in it: the matrix products are 1.2 to 1.7 times as many up to a length of 512, and at 2,048, where blocks that the mask forbids are skipped, fewer than without a fused kernel.

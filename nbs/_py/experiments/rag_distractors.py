@@ -193,6 +193,12 @@ cells = {m: rows for m in METHODS if len(rows := cell(stored, m, chosen[m], n_ev
 qa_study.choices(stored, **select) if len(stored) else "no rows are stored yet"
 
 # %% [markdown]
+# At equal learning rates, on the same questions:
+
+# %%
+qa_study.at_equal_rates(stored, "bft", n_eval=0, **select) if len(stored) else "no rows are stored yet"
+
+# %% [markdown]
 # Where the chosen rate is the smallest or largest that was tried, a better one may lie beyond it. Cells that are stored at other rates than the chosen ones are in no table below:
 
 # %%

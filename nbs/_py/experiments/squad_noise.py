@@ -241,6 +241,14 @@ if len(levels) > 1:
     plt.show()
 
 # %% [markdown]
+# ### At equal learning rates
+#
+# The two need not have chosen the same rate, and a hundred answers tell little between two that are close. So here is F1 at $n_p = .3$ at each rate that both were run with, over the seeds that both have. *Own* is the filter's second rate; it is compared with SFT at the first.
+
+# %%
+qa_study.at_equal_rates(stored, "bft", noise=0.3) if len(stored) else "no rows are stored yet"
+
+# %% [markdown]
 # ### How much of a filter was it?
 #
 # After training, averaged over the layers and seeds: $K = 1$ would be the plain residual connection, $\beta_a = 0$ the plain attention; the start has $\beta_g = .01$ and $\beta_a = .25$.
