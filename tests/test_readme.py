@@ -9,7 +9,7 @@ from helpers import ROOT, tool
 
 from bft_nb import cli, models, plan, study
 from bft_nb.ranking import ndcg
-from bft_nb.report import compare, signed
+from bft_nb.report import choose, compare, load_rows, signed
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = "\n".join(re.findall(r"```bash\n(.*?)```", README, re.DOTALL))
@@ -74,3 +74,10 @@ def test_the_table_is_what_the_stored_rows_say():
         return " / ".join(f"{mean[m]:.4f}".lstrip("0") for m in ("hr@10", "ndcg@10"))
 
     assert said == {key: computed(*key) for key in said}
+
+
+def test_the_calibration_is_what_the_stored_rows_say():
+    rows = choose(load_rows("recommender", ROOT / "data" / "results"), dataset="ml100k", bft=True, schedule="linear", seed=0).set_index("metric")["value"]
+    fifths = [rows[[f"{name}.bin{b}" for b in range(5)]].to_numpy() for name in ("confidence", "hits", "n")]
+    said, hit = (fifths[0] * fifths[2]).sum() / fifths[2].sum(), fifths[1].sum() / fifths[2].sum()
+    assert re.search(r"on MovieLens 100K .*?\((.*?) on average\)", README)[1] == f"{said:.3f} said, {hit:.3f} hit".replace("0.", ".")
