@@ -1690,7 +1690,7 @@ pd.concat({NAMES[name]: pd.DataFrame(bins) for name, bins in real.items()}).roun
 
 # %%
 #| label: fig-calibration-real
-#| fig-cap: "Users of low confidence are hit less often, but promised too much, most of all where the model is surest (points: fifths of the users, 940 on MovieLens 100K and 22,311 on Beauty; bars: 95 % Wilson intervals; one seed)."
+#| fig-cap: "Users of low confidence are hit less often. On the whole too much is promised, most where the model is surest (points: fifths of the users, 940 on MovieLens 100K and 22,311 on Beauty; bars: 95 % Wilson intervals; one seed)."
 #| code-fold: true
 fig, axes = plt.subplots(1, 2, figsize=(8, 3.6), sharex=True, sharey=True)
 for ax, (name, bins) in zip(axes, real.items(), strict=True):
