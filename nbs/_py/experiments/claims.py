@@ -123,12 +123,12 @@ plt.show()
 # %%
 EQUAL = "hstu, equal rates"
 WHO = {b: (b, {}) for b in FAIR} | {EQUAL: ("hstu", dict(dropout=0.5, lr=6e-3))}  # backbone and settings
-FAIR_HERE = {who: FAIR[b] for who, (b, _) in WHO.items()}
 
 
 def on_sports(who: str, groups=load_strata, group: str = "all") -> Estimate | None:
-    "The gain of a group of users in HR@k."
-    return gain("sports", WHO[who][0], FAIR_HERE[who], hits, groups, group, **WHO[who][1])
+    "The gain of a group of users on Sports in HR@k, in percent."
+    backbone, settings = WHO[who]
+    return gain("sports", backbone, FAIR[backbone], hits, groups, group, **settings)
 
 
 lines = {
