@@ -13,8 +13,9 @@ import shutil
 import tempfile
 import warnings
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,6 +36,7 @@ class Method(NamedTuple):
     loss: str  # a name of `bft_nb.qa.LOSSES`
     added: str  # name of the modules that a conversion adds to the layers: "bft", "gate", or "" for none
     title: str
+    start: Mapping[str, float] = MappingProxyType({})  # of the filter: keywords of `bft_nb.llama.convert`, the rest as shipped
 
 
 METHODS: dict[str, Method] = {
@@ -42,6 +44,7 @@ METHODS: dict[str, Method] = {
     "focal": Method("focal", "", "focal loss"),
     "gce": Method("gce", "", "GCE"),
     "bft": Method("ce", "bft", "BFT"),
+    "bft_strong": Method("ce", "bft", "BFT, strong", {"beta_a": 1.0, "beta_g": 0.1}),  # more of a filter than what is shipped, at the price of some perplexity
     "headwise": Method("ce", "gate", "headwise gate"),
     "elementwise": Method("ce", "gate", "elementwise gate"),
     "sink": Method("ce", "gate", "sink logits"),
@@ -70,7 +73,7 @@ def converted(model: nn.Module, method: str, **start: Any) -> nn.Module:
     if METHODS[method].added == "bft":
         from bft_nb.llama import convert
 
-        return convert(model, **start)
+        return convert(model, **{**METHODS[method].start, **start})
     return model
 
 

@@ -24,7 +24,7 @@ __all__ = [
     "relative", "seeds", "shown", "stray", "study_rows", "tuned", "tuning", "wordings",
 ]  # fmt: skip
 
-ROLES = {"sft": "baseline", "focal": "noise", "gce": "other", "bft": "posterior", "headwise": "truth", "elementwise": "prior", "sink": "observation"}  # of `bft_nb.figures.COLOUR`
+ROLES = {"sft": "baseline", "focal": "noise", "gce": "other", "bft": "posterior", "bft_strong": "truth", "headwise": "truth", "elementwise": "prior", "sink": "observation"}  # of `bft_nb.figures.COLOUR`
 
 
 SQUAD = dict(

@@ -1137,6 +1137,7 @@ STARTS = {
     "attention to the letter: β_a = 1": dict(beta_a=1.0),
     "the same with ρ = 1": dict(beta_a=1.0, noise_ratio=1.0),
     "β_g = 0.1": dict(beta_g=0.1),
+    "strong: β_a = 1, β_g = 0.1": dict(beta_a=1.0, beta_g=0.1),
     "gain to the letter: β_g = 1": dict(beta_g=1.0),
     "all to the letter: both 1, τ = 1, not calibrated": dict(beta_a=1.0, beta_g=1.0, calibrated=False),
     "shipped, but not calibrated": dict(calibrated=False),

@@ -244,16 +244,57 @@ layer.pivot_table(index=["model", "length"], columns="metric", values="value")[[
 # %% [markdown]
 # ## Reading
 #
-# **1. Better everywhere: no.** In NDCG@10, and against the layer that differs by precision alone, SASRec's filter is ahead on two sets (Instruments and Yelp, by 2 to 3 %) and on the other four no difference shows; HSTU's is ahead on none, and 2 % behind on Beauty and Sports, each layer at the rate it chose; at equal rates, looked at afterwards, it is ahead on Instruments (1.5 %) and Sports (3 %) and level on Beauty, so a rate decides; BERT4Rec's is ahead of its null on none of the Amazon sets. Of its two leads elsewhere, Yelp's is repeated places alone; on MovieLens it is 8 % ahead, at a learning rate that the others do not stand, and 6 % at one that they do ([the study](recommendation.ipynb)). In HR@10, the paper's metric, SASRec's leads are Sports and Yelp (2 and 6 %), HSTU's is Instruments (1 %, an interval that touches zero, as does that of its 2 % on Sports in NDCG@10), BERT4Rec's are Beauty (5 %), Yelp and MovieLens. Against torch's layer SASRec is ahead in HR@10 on Beauty, Sports, Instruments and Yelp (2 to 13 %) and 4 % behind on MovieLens; BERT4Rec is behind on Sports and Instruments. (HSTU's filter hardly filters at the rate it chose; a larger rate, or a larger first precision, lowers its gain, and on Instruments either brings the same 3 % at one seed, [ablation](ablation.ipynb).) Against torch's own layer there are larger differences, of both signs. Where the null differs from that layer too, in SASRec on Instruments and Yelp and in BERT4Rec on Sports and Yelp, half or all of them belong to where dropout acts.
+# | | the paper says | here | page |
+# |---|---|---|---|
+# | 1 | better on every set and backbone | **no**: SASRec on two sets of six, HSTU on none at its chosen rate, BERT4Rec on none of the Amazon sets | [recommendation](recommendation.ipynb) |
+# | 2 | up to +15 % HR@10, most for rare items, cold users, sparse data | **no**: 1 to 2.5 % where it says 15; no extra gain for rare items or cold users | [cold start](cold_start.ipynb), [sparsity](sparsity.ipynb) |
+# | 3 | rare items: higher precision, lower gain | **yes** in SASRec and in BERT4Rec's first layer on sparse sets; **no** in HSTU | [mechanism](mechanism.ipynb) |
+# | 4 | better from wrong labels, +8.3 % F1 on clean ones | **no**: level with plain fine-tuning | [noisy labels](squad_noise.ipynb) |
+# | 5 | degrades less among distractors | CLAIM5 | [distractors](rag_distractors.ipynb) |
+# | 6 | gates ignore the length of the context, gains follow it | **yes** for gates; gains **can**, and need not | [attention sinks](attention_sinks.ipynb) |
+# | 7 | negligible cost | parameters **yes** in a language model, **no** in a recommender with one $\tau$ per item; time 1.1 to 1.75 times | [speed](recommendation_speed.ipynb) |
 #
-# **2. The large numbers: none of them.** HSTU on Instruments gains 1 % HR@10 at the rate it chose and 2.5 % at the plain layer's, not 15. The rarest quarter on Sports gains nothing that shows, and 14.5 % lies outside the intervals of SASRec and HSTU; that it gains more than the other items shows for no backbone, and in HSTU it gains less (at equal rates that is not shown). Users with short histories do not stand out from the others, but in HSTU at equal rates, where they gain less. With fewer events SASRec's gain does not grow; HSTU's does, at a quarter of Beauty, by 6 points, at one seed and with another learning rate than the plain layer's. On MovieLens, the dense set, differences of SASRec and HSTU are small, as the paper says; BERT4Rec's, 8 %, is not.
+# ### 1. Better everywhere: no
 #
-# **3. The order: in SASRec and BERT4Rec yes, in HSTU no.** The rarest quarter gets a higher $\tau$ and a lower gain than the most popular one in SASRec on every set (on MovieLens by a hair, and not in between) and, in the first layer, in BERT4Rec on the sparse ones; in HSTU the first layer's gain is near one on sparse sets and ordered the other way. The size of $K$ depends on learning rate, dropout and seed, so .77 is not a number of nature. And the order does not bring the benefit for rare items that it was to explain.
+# In NDCG@10, against the layer that differs by precision alone:
 #
-# **4. Better from wrong labels: no.** SmolLM2's filter is level with SFT on clean labels (−.9 %, and 8.3 % lies outside the interval) and with three wrong tokens in ten, over two seeds, and its lead does not grow with the noise. It may stand a larger step: at three times the best rate SFT diverged in one of two seeds, the filter in neither. Focal loss and GCE are not stored yet ([noisy labels](squad_noise.ipynb)).
+# - **SASRec** is ahead on two sets, Instruments and Yelp, by 2 to 3 %; on the other four no difference shows.
+# - **HSTU** is ahead on none, and 2 % behind on Beauty and Sports, each layer at the rate it chose. At equal rates, looked at afterwards, it is ahead on Instruments (1.5 %) and Sports (3 %) and level on Beauty, so a rate decides. At the rate it chose it hardly filters; a larger rate, or a larger first precision, lowers its gain, and on Instruments either brings the same 3 % at one seed ([ablation](ablation.ipynb)).
+# - **BERT4Rec** is ahead of its null on none of the Amazon sets. It leads on the two others: on Yelp by repeated places alone; on MovieLens by 8 %, at a learning rate at which the other layers fail, and by 6 % at one at which they learn.
 #
-# **5. Among distractors: not settled.** The trials that choose the rates are stored: on a hundred questions with five distractors the two are level at the rates that either would choose, and at the largest rate SFT loses ten points and the filter none, at one seed. The cells are to come ([distractors](rag_distractors.ipynb)).
+# In HR@10, the paper's metric, the leads are SASRec's on Sports and Yelp (2 and 6 %), HSTU's on Instruments (1 %; its interval touches zero, as does that of its 2 % deficit on Sports in NDCG@10), and BERT4Rec's on Beauty (5 %), Yelp and MovieLens.
 #
-# **6. Gates are flat; gains can follow, and need not.** Sigmoid gates, headwise or elementwise, in SmolLM2-135M-Instruct after forty steps and in small models from scratch, do not follow the length: their log-odds change by .00 per doubling. The filter's gain does, by .09 in SmolLM2, 85 % of it in the first third of the layers, and by .15 in a model from scratch at one learning rate, mostly in one layer; at twice the rate not at all. A learnt sink logit follows more steeply than either. Real sinks keep their share of the weight as the context grows, so their sample size stays small, as the paper's explanation needs; but the lower loss of the filter from scratch is matched by a plain model whose attention is multiplied by a constant ([attention sinks](attention_sinks.ipynb)).
+# Against torch's own layer the differences are larger, of both signs: SASRec is ahead in HR@10 on Beauty, Sports, Instruments and Yelp (2 to 13 %) and 4 % behind on MovieLens; BERT4Rec is behind on Sports and Instruments. Where the null differs from torch's layer too (SASRec on Instruments and Yelp, BERT4Rec on Sports and Yelp), half of the difference or all of it belongs to where dropout acts.
 #
-# **7. Time, nearly; parameters, in a language model.** TinyLlama grows by .007 %. A recommender grows by 1.5 %, fifteen times the claim, because every item has a $\tau$ beside its 64 numbers (one $\tau$ for all does as well, [ablation](ablation.ipynb)). SASRec's filter trains in 1.1 to 1.4 times the time of the plain layer, BERT4Rec's in 1.3, HSTU's in 1.75. One layer alone, in its blocked form, needs twice the memory of torch's layer with fused attention, at every length from 50 to 2,048, so it grows as that does, but is not the same; a step of training takes 1.5 to 1.9 times the time, a forward pass 2.1 to 2.8 times. In a whole recommender the softmax over the items, which both pay, makes 1.1 to 1.4 of that. No second forward pass hides in it: the matrix products are 1.2 to 1.7 times as many up to a length of 512, and at 2,048, where blocks that the mask forbids are skipped, fewer than without a fused kernel.
+# ### 2. The large numbers: none of them
+#
+# - **HSTU on Instruments** gains 1 % HR@10 at the rate it chose and 2.5 % at the plain layer's, not 15.
+# - **Rare items**: the rarest quarter on Sports gains nothing that shows, and 14.5 % lies outside the intervals of SASRec and HSTU. For no backbone does it gain more than the other items; in HSTU it gains less (at equal rates that does not show).
+# - **Cold users**: users with short histories do not stand out from the others, except in HSTU at equal rates, where they gain less.
+# - **Sparse data**: with fewer events SASRec's gain does not grow. HSTU's does, at a quarter of Beauty, by 6 points, at one seed and with another learning rate than the plain layer's.
+# - **Dense data**: on MovieLens the differences of SASRec and HSTU are small, as the paper says; BERT4Rec's, 8 %, is not.
+#
+# ### 3. The order: in SASRec and BERT4Rec yes, in HSTU no
+#
+# The rarest quarter gets a higher $\tau$ and a lower gain than the most popular one in SASRec on every set (on MovieLens by a hair, and not in between) and, in the first layer, in BERT4Rec on the sparse ones. In HSTU the first layer's gain is near one on sparse sets, and ordered the other way. The size of $K$ depends on learning rate, dropout and seed, so .77 is not a constant. And the order does not bring the benefit for rare items that it was to explain.
+#
+# ### 4. Better from wrong labels: no
+#
+# SmolLM2's filter is level with SFT on clean labels (−.9 %, and 8.3 % lies outside the interval) and with three wrong tokens in ten, over two seeds, and its lead does not grow with the noise. It may tolerate a larger step: at three times the best rate SFT diverged in one of two seeds, the filter in neither. Focal loss and GCE are not stored yet.
+#
+# ### 5. Among distractors: not settled
+#
+# The trials that choose the rates are stored: on a hundred questions with five distractors the two are level at the rates that either would choose, and at the largest rate SFT loses ten points and the filter none, at one seed. The cells are to come.
+#
+# ### 6. Gates are flat; gains can follow, and need not
+#
+# - Sigmoid gates, headwise or elementwise, in SmolLM2-135M-Instruct after forty steps and in small models from scratch, do not follow the length: their log-odds change by .00 per doubling.
+# - The filter's gain does, by .09 in SmolLM2, 85 % of it in the first third of the layers, and by .15 in a model from scratch at one learning rate, mostly in one layer; at twice the rate not at all. A learnt sink logit follows more steeply than either.
+# - Real sinks keep their share of the weight as the context grows, so their sample size stays small, as the paper's explanation needs. But the lower loss of the filter from scratch is matched by a plain model whose attention is multiplied by a constant.
+#
+# ### 7. Time, nearly; parameters, in a language model
+#
+# - **Parameters**: TinyLlama grows by .007 %. A recommender grows by 1.5 %, fifteen times the claim, because every item has a $\tau$ beside its 64 numbers (one $\tau$ for all does as well, [ablation](ablation.ipynb)).
+# - **Training time** of a recommender: SASRec's filter 1.1 to 1.4 times the plain layer's, BERT4Rec's 1.3, HSTU's 1.75.
+# - **One layer alone**, in its blocked form, needs twice the memory of torch's layer with fused attention at every length from 50 to 2,048: it grows in the same way but is not the same. A step of training takes 1.5 to 1.9 times the time, a forward pass 2.1 to 2.8 times; in a whole recommender the softmax over the items, which both layers pay for, dilutes that.
+# - No second forward pass hides in it: the matrix products are 1.2 to 1.7 times as many up to a length of 512, and at 2,048, where blocks that the mask forbids are skipped, fewer than without a fused kernel.

@@ -23,7 +23,7 @@
 # %% tags=["parameters"]
 model = "tiny"  # or "smollm2", an id of the hub ("TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T"), a folder
 data = "lookup"  # or "nq_open_bm25_distractors"
-method = "bft"  # "sft", "focal", "gce", "bft"; or "headwise", "elementwise", "sink" (chapter 42)
+method = "bft"  # "sft", "focal", "gce", "bft", "bft_strong"; or "headwise", "elementwise", "sink" (chapter 42)
 ks = [0, 2, 5]  # numbers of distractors at the end
 passages = {"k_train": 2, "words": 12, "gold": "first"}  # most distractors in training; words of a passage, 0: all; where the gold one stands at all of `ks`: "first", "middle", "last". What is left out is as here
 seed = 0
@@ -65,7 +65,7 @@ check_settings(params | dict(model=model, data=data, passages=passages, seed=see
 # %% [markdown]
 # ## One cell
 #
-# The run is named by everything that decides its outcome (the gold passage's place only where it is not first). A filter starts as [chapter 40](../40_llama.ipynb) ships it.
+# The run is named by everything that decides its outcome (the gold passage's place only where it is not first). A filter starts as [chapter 40](../40_llama.ipynb) ships it. *Strong* (`bft_strong`) is more of a filter from the start: $\beta_a = 1$, attention to the letter, and $\beta_g = .1$, ten times the shipped weight of the prior, at a price in perplexity that chapter 40 lists.
 
 # %%
 k_train, words, gold = (passages[name] for name in ("k_train", "words", "gold"))
@@ -233,10 +233,11 @@ if cells:
 # %% [markdown]
 # ### How much of a filter was it?
 #
-# After training, averaged over the layers and seeds: $K = 1$ would be the plain residual connection, $\beta_a = 0$ the plain attention; the start has $\beta_g = .01$ and $\beta_a = .25$.
+# After training, averaged over the layers and seeds: $K = 1$ would be the plain residual connection, $\beta_a = 0$ the plain attention; the shipped start has $\beta_g = .01$ and $\beta_a = .25$, the strong one .1 and 1.
 
 # %%
-pd.Series(qa_study.learnt(cells["bft"]), index=LEARNT, name="after training").round(4) if "bft" in cells else "no rows are stored yet"
+of_filter = {METHODS[m].title: qa_study.learnt(rows) for m, rows in cells.items() if METHODS[m].added == "bft"}
+pd.DataFrame(of_filter, index=LEARNT).T.round(4) if of_filter else "no rows are stored yet"
 
 # %% [markdown]
 # What each method loses from no distractor to k of them, and how much less it loses than SFT (above zero: it degrades less), question by question:
