@@ -13,11 +13,11 @@
 
 # %% [markdown]
 # **So far** nothing: this is the first page. **Now** the words and letters. **Why**: the book joins geostatistics, filtering and transformers, and each of the three has its own names for the same few things.
-# Read the next two tables once and come back when a letter is new. Nothing is exported from here.
+# Read the next two tables once and come back when a letter is new. This chapter exports nothing to the library.
 #
 # The book is about one idea of the paper [@bft2026]: a token carries a *mean* and a *precision*, and a layer of a transformer is one step of a filter, **observe → update → predict**.
 #
-# A mark says whose a statement is: **[P]** the paper's, **[D]** derived or chosen by this book where our source, a summary of the paper, is silent. What carries no mark is common knowledge of a field, with its reference.
+# A mark says where a statement comes from: **[P]** from the paper, **[D]** from this book, which derived or chose it where our source, a summary of the paper, is silent. A statement without a mark is common knowledge of its field, given with a reference.
 
 # %%
 import torch
@@ -47,7 +47,7 @@ from torch import Tensor
 # | none | prediction, forecast | residual connection around the feed-forward network | $h'' = h' + f(h')$ | `predict` | [h] |
 # | inverse prior variance | initial precision | precision of an embedding | $\tau$ | `tau` | [h⁻²] |
 #
-# The column of the transformer says "none" where an ordinary transformer assumes $\lambda \equiv 1$ and $K \equiv 1$: it is the degenerate case of the filter **[P]**.
+# The transformer column says "none" where an ordinary transformer assumes $\lambda \equiv 1$ and $K \equiv 1$: it is the degenerate case of the filter **[P]**.
 #
 # **Units.** The residual stream has no physical unit, and yet units keep formulas honest: [h] stands for whatever the residual stream is measured in, [v] for the values of an attention head, [1] for a pure number.
 # The examples with thermometers put °C for both. A precision is an inverse square, so that precision times variance is a pure number:
@@ -86,7 +86,7 @@ w, v = torch.full((2, 4, 3, 5), 1 / 5), torch.ones(2, 1, 5, 8)  # 2 sequences, 4
 attend(w, v).shape
 
 # %% [markdown]
-# The annotation is a type, and Python can be asked whether a tensor has it:
+# The annotation is a type, so Python can check whether a tensor matches it:
 
 # %%
 isinstance(w, Float[Tensor, "b h t j"]), isinstance(w, Float[Tensor, "b t d"])
@@ -219,11 +219,11 @@ isinstance(w, Float[Tensor, "b h t j"]), isinstance(w, Float[Tensor, "b t d"])
 #
 # ## Exercises
 #
-# **1.** Which unit has $\lambda_{\text{obs}}/(\lambda + \lambda_{\text{obs}})$, and what must hold of [v] and [h]?
+# **1.** What unit does $\lambda_{\text{obs}}/(\lambda + \lambda_{\text{obs}})$ have, and what must hold of [v] and [h]?
 #
 # <details><summary>Answer</summary>
 #
-# None, provided [v] = [h]. The output projection of attention is what turns one into the other. With degrees and milli-degrees the sum is meaningless, and the gain depends on the unit chosen:
+# None, provided [v] = [h]. The output projection of attention is what turns one into the other. With one precision in degrees and the other in millidegrees the sum is meaningless, and the gain depends on the unit chosen:
 
 # %%
 gain = lambda lam, lam_obs: lam_obs / (lam + lam_obs)

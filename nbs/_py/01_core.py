@@ -112,7 +112,7 @@ certain(torch.zeros(2, 3, dtype=torch.bfloat16)).precision.dtype
 # %% [markdown]
 # ## Saying no
 #
-# Everything after this chapter divides by a precision or takes its logarithm. Zero, negative or undefined precision is refused where a user hands it in, by name:
+# Everything after this chapter divides by a precision or takes its logarithm. A zero, negative or undefined precision is refused where a user hands it in, with a message that names it:
 
 
 # %%
@@ -140,7 +140,7 @@ test_fail(lambda: check_precision(torch.tensor([float("nan")])), contains="got n
 
 
 # %% [markdown]
-# Inside a layer the same question is asked again and again. There it must cost nothing, and on an accelerator every answer has to be waited for:
+# Inside a layer such a question is asked again and again. There it must cost nothing, but on an accelerator every answer has to be waited for. So a layer looks at values only where they are at hand:
 
 
 # %%
@@ -198,7 +198,7 @@ test_fail(lambda: check_belief(Belief(torch.zeros(2), torch.ones(3))), contains=
 check_belief(thermometers)
 
 # %% [markdown]
-# What a layer has computed is finite, or something that went in was not. Again it looks only where looking is free:
+# What a layer has computed is finite, unless something that went in was not. Again the check looks at values only where that is free:
 
 
 # %%
@@ -218,7 +218,7 @@ def check_finite(
 test_fail(lambda: check_finite(torch.tensor([0.0, float("nan")]), "v"), contains="v must be finite, got nan")
 
 # %% [markdown]
-# Options are words, and a wrong word is answered with the right ones:
+# Options are words, and the message for a wrong word lists the allowed ones:
 
 
 # %%
@@ -238,7 +238,7 @@ def check_option(
 test_fail(lambda: check_option("impl", "fused", ["explicit", "blocked"]), contains="'explicit', 'blocked', got 'fused'")
 
 # %% [markdown]
-# Numbers and switches have a range as well. A text that looks like one (`"false"`) is not taken for it:
+# Numbers and switches have a range as well. A text that looks like one (`"false"`) is not accepted:
 
 
 # %%

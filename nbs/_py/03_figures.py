@@ -63,7 +63,7 @@ plt.rcParams["figure.dpi"]
 # %% [markdown]
 # ## A line with its band
 #
-# A line without a band hides what the book is about. `band` draws both; the caption of every figure says what the band is.
+# A line without a band hides what the book is about. `band` draws both, as in @fig-roles; the caption of every figure says what the band is.
 
 # %%
 #| exports

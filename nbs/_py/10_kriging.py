@@ -19,7 +19,7 @@
 # Geostatistics asks how to average neighbours that are unequally informative, and calls the best linear answer *kriging* [@matheron1963]. The paper reads self-attention as kriging [@bft2026]:
 # one extra term inside the softmax.
 #
-# Facts marked **[P]** are the paper's, **[D]** what this book derives or chooses. Each letter is in the notation table of chapter 00.
+# Facts marked **[P]** are the paper's; those marked **[D]** this book derives or chooses. Each letter is in the notation table of chapter 00.
 
 # %%
 #| exports
@@ -57,7 +57,7 @@ reliability
 relevance @ value
 
 # %% [markdown]
-# Multiply each relevance by the reliability and normalise again. The good instrument takes over and the toy is nearly silent:
+# Multiply each relevance by the reliability and normalise again. The good instrument takes over and the toy is nearly silent (@fig-weights):
 
 # %%
 product = relevance * reliability
@@ -88,7 +88,7 @@ plt.show()
 #
 # $$ w_{tj} = \frac{\alpha_{tj} \bar\lambda_j}{\sum_{j'} \alpha_{tj'} \bar\lambda_{j'}} = \operatorname{softmax}_j\!\left(\ell_{tj} + \log \bar\lambda_j\right). \tag{10.2} $$
 #
-# The query index $t$ is dropped from here on: each query is a problem of its own. We write $T$ for the number of visible keys and prove with $T = 3$.
+# The query index $t$ is dropped from here on: each query is a problem of its own. We write $T$ for the number of visible keys and carry out the proofs with $T = 3$.
 
 # %%
 logits = sp.symbols("ell_1:4", real=True)
@@ -175,7 +175,7 @@ torch.testing.assert_close(kriging_weights(relevance.log()[None], torch.full((3,
 #
 # $$ \operatorname{E} v_j = \mu, \qquad \operatorname{Var} v_j = \frac{\sigma^2}{p_j}, \qquad p_j = \alpha_j \bar\lambda_j . \tag{10.3} $$
 #
-# An irrelevant neighbour is a noisy one and an unreliable neighbour is a noisy one; the two multiply. The factor $\sigma^2$ has no unit here: $\sigma^2 = 1$ takes the tracked precision at its word. A *linear* estimate is $e = \sum_j w_j v_j$.
+# An irrelevant neighbour counts as a noisy one, and so does an unreliable one; the two effects multiply. The factor $\sigma^2$ has no unit here: $\sigma^2 = 1$ takes the tracked precision at its word. A *linear* estimate is $e = \sum_j w_j v_j$.
 # It is *unbiased* for every $\mu$ when $\sum_j w_j = 1$, since $\operatorname{E} e = \mu \sum_j w_j$. *Best* means least variance [@aitken1936], and independence gives
 # $\operatorname{Var} e = \sigma^2 \sum_j w_j^2 / p_j$. So (10.2) claims to solve
 #
@@ -202,12 +202,12 @@ best[ws[0]]
 [prove(best[x] - f) for x, f in zip(ws, formula, strict=True)]
 
 # %% [markdown]
-# For any $T$: the derivative by $w_j$ is $2\sigma^2 w_j/p_j - 2\eta$, so $w_j = \eta\, p_j / \sigma^2$, and the constraint fixes $\eta = \sigma^2 / \sum_j p_j$.
-# A stationary point need not be a minimum. Here it is the only one: any other unbiased weights are $w_j + \delta_j$ with $\sum_j \delta_j = 0$, and the variance they add is a sum of squares,
+# For any $T$: the derivative with respect to $w_j$ is $2\sigma^2 w_j/p_j - 2\eta$, so $w_j = \eta\, p_j / \sigma^2$, and the constraint fixes $\eta = \sigma^2 / \sum_j p_j$.
+# A stationary point need not be a minimum. This one is, and it is the only one: any other unbiased weights are $w_j + \delta_j$ with $\sum_j \delta_j = 0$, and the variance they add is a sum of squares,
 #
 # $$ \operatorname{Var}(w + \delta) - \operatorname{Var}(w) = \sigma^2 \sum_j \frac{\delta_j^2}{p_j} \ge 0 , \tag{10.5} $$
 #
-# because the cross term $2\sigma^2 \sum_j w_j \delta_j / p_j = 2 \eta \sum_j \delta_j$ vanishes.
+# because the cross term $2\sigma^2 \sum_j w_j \delta_j / p_j = 2 \eta \sum_j \delta_j$ vanishes. SymPy confirms it, and @fig-parabola shows it for two of the thermometers.
 
 # %%
 d1, d2 = sp.symbols("delta_1 delta_2", real=True)
@@ -263,7 +263,7 @@ assert_same(sum(x * y for x, y in zip(ws, vs, strict=True)), (*ws, *vs), as_rows
 #
 # $$ s_0^2 = \sum_j \frac{w_j}{\bar\lambda_j} = \frac{1}{\sum_j \alpha_j \bar\lambda_j} . \tag{10.6} $$
 #
-# The right side is the normaliser of (10.2), which every softmax computes. The left side needs no normaliser at all, only the weights, and it says something else: the mean of the variances the neighbours claim.
+# The right side is the normaliser of (10.2), which every softmax computes. The left side needs no normaliser at all, only the weights, and it has a meaning of its own: the weighted mean of the variances that the neighbours claim.
 # The identity uses $\sum_j \alpha_j = 1$; multiplying all $\alpha$ by a constant would leave $w$ as it is and change $s_0^2$.
 
 # %%
@@ -296,7 +296,7 @@ torch.testing.assert_close(s2_0, 1 / product.sum()[None])
 s2_0
 
 # %% [markdown]
-# The hut's temperature is 20.5 ± 0.76 °C, if the instruments deserve their labels. Whether they do is the question of chapter 11. Code and formula:
+# The hut's temperature is 20.5 ± 0.76 °C, if the instruments deserve their labels. Whether they do is the question of chapter 11. Code and formula agree:
 
 # %%
 assert_same(left, (*alphas, *lams), lambda *x: kriging_variance(kriging_weights(*by_key(*x)), by_key(*x)[1])[:, 0])
@@ -337,7 +337,7 @@ assert_same(1 / sum(x**2 for x in ws), ws, lambda *x: effective_sample_size(torc
 #
 # $$ \Big(\sum_j w_j\Big)^2 - \sum_j w_j^2 = 2 \sum_{i<j} w_i w_j \ge 0 , \tag{10.9} $$
 #
-# so $n \ge 1$, with equality exactly when one key takes everything. Both hold for any $T$; here for $T = 2$ and $3$.
+# so $n \ge 1$, with equality exactly when one key takes everything. Both identities hold for any $T$; SymPy checks $T = 2$ and $3$.
 
 
 # %%
@@ -354,7 +354,7 @@ lower = [sum(ws[:T]) ** 2 - sum(x**2 for x in ws[:T]) - 2 * sum(a * b for a, b i
 [prove(u) for u in lower]
 
 # %% [markdown]
-# The equality cases, in numbers:
+# The equality cases, in numbers (@fig-sharpness shows what lies between them):
 
 # %%
 torch.testing.assert_close(effective_sample_size(torch.full((7,), 1 / 7)), torch.tensor(7.0))
@@ -379,7 +379,7 @@ ax.set(xscale="log", yticks=[1, 4, 8, 12, 16], xlabel="sharpness: standard devia
 plt.show()
 
 # %% [markdown]
-# And the definition keeps its promise: the variance of a weighted mean of equally noisy neighbours is $\sigma^2/n$, whatever the weights look like.
+# And the definition keeps its promise: the variance of a weighted mean of equally noisy neighbours is $\sigma^2/n$, whatever the weights look like (@fig-neff-variance).
 
 # %%
 #| label: fig-neff-variance
@@ -404,12 +404,12 @@ plt.show()
 # ## What geostatistics would add
 #
 # Kriging proper does not assume independent neighbours. A covariance function gives the covariance matrix $C$ of the neighbours and the covariance $c$ of each neighbour with the target [@cressie1993].
-# *Ordinary* kriging knows neither the mean nor the value, and asks for unbiasedness as we do. With a vector of ones $\mathbf 1$ its weights are
+# *Ordinary* kriging does not know the mean, and asks for unbiasedness as we do. With a vector of ones $\mathbf 1$ its weights are
 #
 # $$ w = C^{-1}\left(c + \mathbf 1\, \frac{1 - \mathbf 1^\top C^{-1} c}{\mathbf 1^\top C^{-1} \mathbf 1}\right) . \tag{10.10} $$
 #
 # *Simple* kriging knows the mean, drops the constraint and uses $w = C^{-1} c$ on the deviations from it.
-# Kriging *of the mean* sets $c = 0$: nothing ties the target to one neighbour more than to another but the noise.
+# Kriging *of the mean* sets $c = 0$: nothing ties the target to one neighbour more than to another, and only the noise tells them apart.
 
 
 # %%
@@ -434,7 +434,7 @@ def ordinary_kriging_weights(
 
 
 # %% [markdown]
-# Stationarity of the Lagrangian reads $C w - c = \eta \mathbf 1$, and (10.10) satisfies it together with the constraint. Two neighbours with any covariances:
+# Stationarity of the Lagrangian reads $C w - c = \eta \mathbf 1$, and (10.10) satisfies it together with the constraint. SymPy shows it for two neighbours with any covariances:
 
 # %%
 s1, s2, rho, c1, c2 = sp.symbols("s_1 s_2 rho c_1 c_2", positive=True)
@@ -459,11 +459,11 @@ torch.testing.assert_close(ordinary_kriging_weights(torch.diag(1 / product)), we
 # %% [markdown]
 # Simple kriging with the same nugget gives $w = C^{-1} c = 0$: it keeps the known mean and learns nothing. The token's own belief is such a mean with an uncertainty, and joining the two is the update of chapter 12.
 #
-# **What is lost** without the off-diagonal. Let all pairs of $T$ neighbours share a correlation $\rho$, as paraphrases of one sentence do. Equal weights stay the best, but the variance they have is
+# **What is lost** without the off-diagonal. Let all pairs of $T$ neighbours share a correlation $\rho$, as paraphrases of one sentence do. Equal weights remain the best, but their variance is
 #
 # $$ \operatorname{Var} e = \frac{\sigma^2}{T} \left(1 + (T - 1) \rho\right) \;\to\; \rho\, \sigma^2 \quad (T \to \infty) , \tag{10.11} $$
 #
-# and not $\sigma^2/T$: a thousand copies of one opinion are worth $1/\rho$ opinions.
+# and not $\sigma^2/T$ (@fig-correlated): a thousand copies of one opinion are worth $1/\rho$ opinions.
 
 # %%
 C3 = sigma**2 * sp.Matrix(3, 3, lambda i, j: 1 if i == j else rho)
@@ -489,7 +489,7 @@ plt.show()
 # %% [markdown]
 # ## How it fails
 #
-# A precision of zero or less is an error where it enters, and so is a mask of the wrong type or shape:
+# A precision of zero or less is refused where it enters, and so is a mask of the wrong type or shape:
 
 # %%
 test_fail(lambda: kriging_weights(torch.zeros(1, 2), torch.tensor([1.0, 0.0])), contains="lam_bar must be positive")
@@ -513,7 +513,7 @@ torch.testing.assert_close(torch.autograd.grad(nothing.sum(), blind)[0], torch.z
 
 # %% [markdown]
 # **A tiny precision is not a mask.** As the reliability of one key goes to zero, its weight goes to zero but $w_j/\bar\lambda_j = \alpha_j / \sum_{j'} \alpha_{j'} \bar\lambda_{j'}$ does not:
-# the key still takes its share of the relevance, and the claimed variance is wrong by $1/(1 - \alpha_j)$. SymPy, with the third key fading:
+# the key still takes its share of the relevance, and the claimed variance is wrong by the factor $1/(1 - \alpha_j)$. SymPy shows it with the third key fading:
 
 # %%
 fading = sp.limit(left.subs(unit), lams[2], 0)
@@ -527,14 +527,14 @@ unmasked = kriging_weights(relevance.log()[None], faint)
 kriging_variance(unmasked, faint) / kriging_variance(masked, faint)
 
 # %% [markdown]
-# A relevance of 0.2 inflates the variance by $1/0.8 = 1.25$. Padding therefore is a real mask throughout the library.
+# A relevance of 0.2 inflates the variance by the factor $1/0.8 = 1.25$. Padding is therefore a real mask throughout the library.
 #
 # ## Assumptions, and where they break
 #
 # - *Independent neighbours*: @fig-correlated shows the price.
 # - *One mean*: $\operatorname{E} v_j = \mu$ for all keys in view. Attention mixes different contents on purpose, and their differences then count as noise (chapter 11 measures it).
 # - *One reliability per key*: $\bar\lambda_j$ averages over features **[P]**; a key known well in some features and badly in others is treated as middling in all.
-# - *Units*: $\bar\lambda$ is a precision of the residual stream, [h⁻²], used for values that went through the value projection. The weights do not mind the factor between the two; $s_0^2$ does. It serves as a prior only (chapter 11) **[D]**.
+# - *Units*: $\bar\lambda$ is a precision of the residual stream, [h⁻²], used for values that went through the value projection. The factor between the two units cancels in the weights but not in $s_0^2$, which serves as a prior only (chapter 11) **[D]**.
 #
 # ## Summary
 #
@@ -548,7 +548,7 @@ kriging_variance(unmasked, faint) / kriging_variance(masked, faint)
 #
 # <details><summary>Answer</summary>
 #
-# The weights and $n$ stay, $s_0^2$ is divided by $c$: kriging needs only ratios, its variance needs the unit.
+# The weights and $n$ stay as they are; $s_0^2$ is divided by $c$. Kriging needs only ratios, its variance needs the unit.
 
 # %%
 times = sp.Symbol("c", positive=True)
@@ -558,7 +558,7 @@ scaled = {lam: times * lam for lam in lams}
 # %% [markdown]
 # </details>
 #
-# **2.** Replace one neighbour by two identical copies of half its relevance. Which of $e$, $s_0^2$, $n$ notices?
+# **2.** Replace one neighbour by two identical copies of half its relevance. Which of $e$, $s_0^2$ and $n$ notices?
 #
 # <details><summary>Answer</summary>
 #

@@ -43,7 +43,7 @@ from bft_nb.symbolic import assert_same, prove
 # %% [markdown]
 # ## Three thermometers that disagree
 #
-# The hut of chapter 10 once more: the estimate was 20.46 °C with a claimed variance of 0.57 °C². The squared deviations, weighted, say something on their own:
+# The hut of chapter 10 once more: the estimate was 20.46 °C with a claimed variance of 0.57 °C². The squared deviations from that estimate, weighted, are evidence of their own [°C²]:
 
 # %%
 use_style()
@@ -74,7 +74,7 @@ expanded = sum(a * x**2 for a, x in zip(ws, vs, strict=True)) - mean**2
 prove(S - expanded)
 
 # %% [markdown]
-# The expanded square is a difference and might be feared negative. It is not, for weights that are not negative: it equals a sum over pairs in which no mean appears,
+# The expanded square is a difference, but it is not negative as long as the weights are not: it equals a sum over pairs in which no mean appears,
 #
 # $$ S = \sum_{i<j} w_i w_j (v_i - v_j)^2 \ge 0 , \tag{11.2} $$
 #
@@ -129,7 +129,7 @@ assert_same(expanded.subs(normal), (*ps, *vs), one_feature)
 # ### Why the shift
 #
 # In floating point the difference $\sum_j w_j v_j^2 - e^2$ loses the digits its two terms share: about $2 \log_{10}(\text{mean}/\text{sd})$ of the seven that float32 has.
-# Subtracting any constant near the values first costs nothing and restores them. We take the first key: a mean over all keys would let a causal model round according to its future.
+# Subtracting any constant near the values first costs nothing and restores them. We take the first key: with a mean over all keys, rounding in a causal model would depend on the future. The table and @fig-cancellation show what the shift is worth.
 
 
 # %%
@@ -190,11 +190,11 @@ kappa_3 = sum(a**2 for a in ws)
 prove(expect(S.subs(noisy)) - sigma**2 * (1 - kappa_3))
 
 # %% [markdown]
-# Dividing by what is missing makes the estimate unbiased:
+# Dividing by the missing factor makes the estimate unbiased:
 #
 # $$ s^2_{\text{REML}} = \frac{S}{1 - 1/n} . \tag{11.4} $$
 #
-# With $T$ equal weights $n = T$ and this is the familiar sum of squares over $T - 1$.
+# With $T$ equal weights $n = T$ and this is the familiar sum of squares over $T - 1$. @fig-bias compares the two estimates in a simulation.
 
 
 # %%
@@ -288,7 +288,7 @@ prove(reml - Qs / (T - 1))
 #
 # $$ \operatorname{Var} e = \frac{S}{T - 1} . \tag{11.5} $$
 #
-# Unbiased as well, whatever the $p_j$:
+# This estimate is unbiased as well, whatever the $p_j$:
 
 # %%
 by_precision = dict(zip(vs, (mu + sigma * z / sp.sqrt(p) for z, p in zip(zs, ps, strict=True)), strict=True))
@@ -323,7 +323,7 @@ by_reliability = reml.subs({T: n_, Qs: n_ * S_})
 prove(by_reliability - S_ / (1 - 1 / n_))
 
 # %% [markdown]
-# which is (11.4) with $n - 1$ degrees of freedom. For equal weights on some keys and zero on the others it is exact: REML on those keys, $n$ of them. In between it is a power likelihood, an interpolation.
+# This is (11.4), with $n - 1$ degrees of freedom. For equal weights on some keys and zero on the others it is exact: REML on those keys, $n$ of them. For weights in between it is a power likelihood, an interpolation.
 #
 # ### Which one?
 #
@@ -335,12 +335,12 @@ looks = wide.softmax(-1)
 effective_sample_size(looks)
 
 # %% [markdown]
-# There is a second reason: it errs on the safe side. Reading 2 puts $\operatorname{Var} e = s^2_{\text{REML}}/n = \kappa S/(1 - \kappa)$. If reading 1 is true, $\operatorname{E} S = (T - 1)\,\sigma^2/P$ while the true variance is $\sigma^2/P$:
-# reading 2 is too *large*, by the factor
+# There is a second reason: reading 2 errs on the safe side. Reading 2 puts $\operatorname{Var} e = s^2_{\text{REML}}/n = \kappa S/(1 - \kappa)$. If reading 1 is true, $\operatorname{E} S = (T - 1)\,\sigma^2/P$ while the true variance is $\sigma^2/P$:
+# the variance of reading 2 is too *large*, by the factor
 #
 # $$ \frac{T - 1}{n - 1} \ge 1 . $$
 #
-# If reading 2 is true, $\operatorname{E} S = \sigma^2(1 - \kappa)$ and the true variance is $\kappa\sigma^2$: reading 1 is too *small*, by the inverse of the same factor. The cautious error costs some gain, the other makes a token overconfident.
+# If reading 2 is true, $\operatorname{E} S = \sigma^2(1 - \kappa)$ and the true variance is $\kappa\sigma^2$: that of reading 1 is too *small*, by the inverse of the same factor. The cautious error costs some gain (chapter 12); the other makes a token overconfident.
 
 # %%
 scatter_1, scatter_2 = (T - 1) * s2 / Ps, s2 * (1 - 1 / n_)  # E S if reading 1, 2 is true
@@ -354,7 +354,7 @@ prove(by_2 - (T - 1) / (n_ - 1)), prove(by_1 - (n_ - 1) / (T - 1))
 # %% [markdown]
 # ## One value has no scatter: the prior
 #
-# The first token of a causal model sees itself only: $n = 1$, $S = 0$, and (11.4) is $0/0$. That is why the prior is there. The conjugate prior of a normal variance is the *scaled inverse-$\chi^2$* [@gelman2013],
+# The first token of a causal model sees itself only: $n = 1$, $S = 0$, and (11.4) is $0/0$. This is what the prior is for. The conjugate prior of a normal variance is the *scaled inverse-$\chi^2$* [@gelman2013],
 #
 # $$ \sigma^2 \sim \text{Scaled-Inv-}\chi^2(\nu_0, s_0^2), \qquad \log p(\sigma^2) = -\left(\tfrac{\nu_0}{2} + 1\right) \log \sigma^2 - \frac{\nu_0 s_0^2}{2 \sigma^2} + \text{const} : \tag{11.6} $$
 #
@@ -406,7 +406,7 @@ n_above_1 = lambda S, n, s2_0: posterior_scale(S, n + 1, s2_0)
 assert_same(s2_post.subs({nu0: 1, n_: n_ + 1}), (S_, n_, s2_0), n_above_1)
 
 # %% [markdown]
-# The thermometers claimed 0.57 and scattered by 0.42; the posterior scale lies higher than both, since the scatter is corrected for the fitted mean.
+# The thermometers claimed 0.57 and scattered by 0.42; the posterior scale lies higher than both, since the scatter is corrected for the fitted mean (@fig-posterior).
 
 # %%
 #| label: fig-posterior
@@ -435,7 +435,7 @@ norm, first = (sp.integrate(f, (theta, 0, sp.oo)) for f in (density, theta * den
 prove(sp.gammasimp(first / norm) - 1 / scale)
 
 # %% [markdown]
-# It is also the right thing to ask for: filters add precisions, and the mean of the *variance*, $\nu s^2/(\nu - 2)$, does not exist for $\nu \le 2$, where a token with few neighbours lives.
+# The mean precision is also the right thing to ask for: filters add precisions, and the mean of the *variance*, $\nu s^2/(\nu - 2)$, does not exist for $\nu \le 2$, the case of a token with few neighbours.
 #
 # ## The precision of an observation
 #
@@ -443,9 +443,9 @@ prove(sp.gammasimp(first / norm) - 1 / scale)
 #
 # $$ \lambda_{\text{obs}} = \frac{n}{s^2_{\text{post}}} . \tag{11.8} $$
 #
-# **Parameter free.** Two constants remain, and the paper has none to tune **[P]**. Our choice **[D]**: $\nu_0 = 1$, a prior worth one observation (a *unit-information* prior [@kass1995]): it decides while there is one neighbour, is outvoted by a few,
-# and is the one value for which the division below disappears; and $s_0^2 = \sum_j w_j/\bar\lambda_j$ (10.6), the mean of the variances that the neighbours claim, so that the tracked precision enters as a prior and the scatter may correct it. (It comes in [h²] and is read as [v²]; see the assumptions.)
-# Alternatives: $\nu_0 = 0$ (Jeffreys) has no answer at $n = 1$; $\nu_0 \to \infty$ believes the claims and ignores the scatter; a learned $\nu_0$ per layer is possible and is a parameter.
+# **Parameter free.** Two constants remain to be fixed, since the paper has none to tune **[P]**. Our choice **[D]** for the first is $\nu_0 = 1$, a prior worth one observation (a *unit-information* prior [@kass1995]). It decides while there is one neighbour, is outvoted by a few,
+# and is the one value for which the division below disappears. For the second it is $s_0^2 = \sum_j w_j/\bar\lambda_j$ (10.6), the mean of the variances that the neighbours claim, so that the tracked precision enters as a prior and the scatter may correct it. ($s_0^2$ comes in [h²] and is read as [v²]; see the assumptions.)
+# Alternatives: $\nu_0 = 0$ (Jeffreys) has no answer at $n = 1$; $\nu_0 \to \infty$ believes the claims and ignores the scatter; a learned $\nu_0$ per layer is possible, but is a parameter.
 #
 # **Closed form [D].** In $\kappa = 1/n = \sum_j w_j^2$, which a kernel accumulates anyway, the variance of the observation is
 #
@@ -460,7 +460,7 @@ closed = kappa * (nu0 * kappa * s2_0 + S_) / (nu0 * kappa + 1 - kappa)
 prove(1 / lam_obs - closed.subs(kappa, 1 / n_)), prove(closed.subs(nu0, 1) - kappa * (kappa * s2_0 + S_))
 
 # %% [markdown]
-# Reading 1 estimates $\sigma_e^2 = \operatorname{Var} e = \sigma^2/P$ directly. Its restricted log-likelihood is $-\tfrac{T-1}{2}\log\sigma_e^2 - S/(2\sigma_e^2)$, and $s_0^2 = 1/P$ at $\sigma^2 = 1$ is what it claims for that very variance:
+# Reading 1 estimates $\sigma_e^2 = \operatorname{Var} e = \sigma^2/P$ directly. Its restricted log-likelihood is $-\tfrac{T-1}{2}\log\sigma_e^2 - S/(2\sigma_e^2)$, and $s_0^2 = 1/P$ (at $\sigma^2 = 1$) is what the tracked precision claims for that very variance:
 #
 # $$ \frac{1}{\lambda_{\text{obs}}} = \frac{\nu_0 s_0^2 + S}{\nu_0 + T - 1} . \tag{11.10} $$
 
@@ -499,15 +499,15 @@ kappa_hut = w.square().sum(-1, keepdim=True)
 1 / observation_variance(scatter(w, v), kappa_hut, claimed)
 
 # %% [markdown]
-# An observation of 20.46 °C with precision 2.5 °C⁻², a variance of 0.41 °C². Is that not *less* than the 0.57 °C² claimed, although the thermometers disagree? The claim has two meanings, and (10.6) proved them equal:
-# as $\sum_j w_j/\bar\lambda_j$ it is what *one* neighbour claims on average, and that is the prior of $\sigma^2$ here. It rose to 0.74; averaging $n = 1.8$ neighbours then divides it.
+# An observation of 20.46 °C with precision 2.5 °C⁻², a variance of 0.41 °C². Why is that *less* than the 0.57 °C² claimed, although the thermometers disagree? The claim has two meanings, and (10.6) proved them equal:
+# as $\sum_j w_j/\bar\lambda_j$ it is what *one* neighbour claims on average, and that is the prior of $\sigma^2$ here. The posterior raises it to 0.74; averaging $n = 1.8$ neighbours then divides it by $n$.
 # As $1/\sum_j \alpha_j\bar\lambda_j$ it is what the *mean* claims, and that is the prior of (11.10), which finds three thermometers in better agreement than the claim:
 
 # %%
 observation_variance(scatter(w, v), kappa_hut, claimed, keys=torch.full_like(kappa_hut, 3))
 
 # %% [markdown]
-# All three forms are held to the code, κ drawn in (0.1, 1):
+# All three forms are checked against the code, with κ drawn from (0.1, 1):
 
 # %%
 args = (S_, kappa, s2_0)
@@ -568,7 +568,7 @@ ax.legend()
 plt.show()
 
 # %% [markdown]
-# Neighbours that disagree much more than they claim, with $s^2_{\text{REML}}$ above $2 s_0^2$ (orange), first *lower* the precision: a second opinion that contradicts the first is worth less than one opinion nobody checked.
+# In @fig-lambda-obs, neighbours that disagree much more than they claim, with $s^2_{\text{REML}}$ above $2 s_0^2$ (orange), first *lower* the precision: a second opinion that contradicts the first is worth less than one opinion nobody checked.
 # Since $n$ grows with the context, so does $\lambda_{\text{obs}}$: the gain of chapter 12 follows context length. The paper calls this information geometry **[P]**.
 #
 # ## How it fails
@@ -589,7 +589,7 @@ test_fail(lambda: observation_variance(torch.zeros(1), torch.ones(1), torch.ones
 #
 # - *One mean and one variance in view.* Keys with different contents disagree for a reason; $S$ counts that as noise, and $\lambda_{\text{obs}}$ falls.
 # - *Normal values.* (11.3) needs only two moments; the posterior needs normality, and heavy tails make it too sure.
-# - *A fractional number of observations.* For unequal weights the posterior of reading 2 is an approximation. How good? The table counts how often a 90 % credible interval holds the true $\sigma^2$, drawn from the prior itself:
+# - *A fractional number of observations.* For unequal weights the posterior of reading 2 is an approximation. How good is it? The table counts how often a 90 % credible interval contains the true $\sigma^2$, which is drawn from the prior itself:
 
 
 # %%
@@ -611,7 +611,7 @@ cases = {"8 equal weights": torch.full((8,), 1 / 8, dtype=torch.float64), "32 ke
 pd.DataFrame([(name, f"{effective_sample_size(x).item():.1f}", f"{coverage(x):.3f}") for name, x in cases.items()], columns=["weights", "n", "coverage of 90 %"])
 
 # %% [markdown]
-# Exact for equal weights (0.90 up to simulation error). For very unequal ones the interval holds the truth too often: it is too wide, on the cautious side here.
+# The coverage is exact for equal weights (0.90 up to simulation error). For very unequal ones the interval contains the truth too often: it is too wide, which here is the cautious side.
 #
 # - *Two different quantities meet in* (11.7): $s_0^2$ comes from the residual stream's precision, $S$ from the values. The value projection stands between them, and training has to make the units agree **[D]**.
 #
@@ -666,7 +666,7 @@ prove(s2_post - (nu0 * s2_0 + (n_ - 1) * by_reliability) / (nu0 + n_ - 1))
 #
 # <details><summary>Answer</summary>
 #
-# With mean 30 and standard deviation 1 the eight bits of bfloat16 keep nothing of the difference; the sign itself is luck:
+# With mean 30 and standard deviation 1 the eight bits of bfloat16 keep nothing of the difference; even its sign is a matter of luck:
 
 # %%
 rough = (30 + torch.randn(64, generator=torch.Generator().manual_seed(0))).bfloat16()

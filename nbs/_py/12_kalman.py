@@ -16,7 +16,7 @@
 
 # %% [markdown]
 # **So far** attention was read as a weighted mean of neighbours (chapter 10), and the spread of those neighbours gave the mean a precision $\lambda_{\text{obs}}$ (chapter 11).
-# **Now** the token must combine what it is told with what it already believes. **Why**: an ordinary residual connection adds the whole of it, however bad the observation.
+# **Now** the token must combine what it is told with what it already believes. **Why**: an ordinary residual connection adds all of what it is told, however bad the observation.
 # The Kalman filter [@kalman1960] says how much to add.
 
 # %%
@@ -39,9 +39,9 @@ from bft_nb.symbolic import assert_same, prove
 # %% [markdown]
 # ## The smallest case
 #
-# We believe a room has 20.0 °C, with a standard deviation of 0.5 °C. A thermometer with a standard deviation of 0.25 °C reads 20.4 °C. What do we believe now?
+# We believe a room is at 20.0 °C, with a standard deviation of 0.5 °C. A thermometer with a standard deviation of 0.25 °C reads 20.4 °C. What do we believe now?
 #
-# Precisions are the inverse variances: $\lambda = 1/0.5^2 = 4$ and $\lambda_{\text{obs}} = 1/0.25^2 = 16$, in °C⁻². The thermometer knows four times better, so we move four fifths of the way:
+# Precisions are the inverse variances: $\lambda = 1/0.5^2 = 4$ and $\lambda_{\text{obs}} = 1/0.25^2 = 16$, in °C⁻². The thermometer is four times as precise, so we move four fifths of the way:
 
 # %%
 lam_room, lam_thermometer = 0.5**-2, 0.25**-2
@@ -49,7 +49,7 @@ share = lam_thermometer / (lam_room + lam_thermometer)
 20.0 + share * (20.4 - 20.0)
 
 # %% [markdown]
-# and what we then believe is sharper than either source alone, with a standard deviation [°C] of
+# What we then believe is sharper than either source alone, with a standard deviation [°C] of
 
 # %%
 (lam_room + lam_thermometer) ** -0.5
@@ -121,7 +121,7 @@ prove(mode - (h + K_min * (z - h)))
 #
 # $$e = z - h, \tag{12.3}$$
 #
-# that is, if the attention branch delivers the **innovation**: what the observation says *beyond* what the token already believes. This reading is ours **[D]**. It is how residual branches are trained: the branch learns the correction,
+# that is, if the attention branch delivers the **innovation**: what the observation says *beyond* what the token already believes. This reading is ours **[D]**. It describes how residual branches are trained: the branch learns the correction,
 # and the skip connection holds the estimate. The alternative, $e = z$, would make $h + Ke$ exceed the posterior mean by $K h$:
 
 # %%
@@ -158,13 +158,13 @@ assert_same(K_min, (lam, lam_obs), gain)
 
 # %% [markdown]
 # Two limits matter. Nothing observed, $\lambda_{\text{obs}} \to 0$: the gain is 0 and the prior stays. Nothing known, $\lambda \to 0$: the gain is 1, which is **the plain residual connection**.
-# The ordinary transformer trusts every observation fully **[P]**. It takes two things, then, to get it back: equal precisions, $\lambda \equiv 1$, make the weights of chapter 10 ordinary attention weights, but they leave a gain below one; that the gain *is* one must be said as well.
+# The ordinary transformer trusts every observation fully **[P]**. It therefore takes two settings to recover it: equal precisions, $\lambda \equiv 1$, make the weights of chapter 10 ordinary attention weights, but they leave a gain below one; the gain must be set to one as well.
 
 # %%
 sp.limit(K_min, lam_obs, 0), sp.limit(K_min, lam, 0)
 
 # %% [markdown]
-# The function keeps both limits over sixty powers of ten, with finite gradients:
+# The function keeps both limits over sixty powers of ten, with finite gradients (@fig-gain shows the range between):
 
 # %%
 extremes = torch.tensor([1e-30, 1.0, 1e30])
@@ -196,7 +196,7 @@ plt.show()
 # $$h' = h + K \circ e, \qquad \lambda' = \lambda + \lambda_{\text{obs}} \tag{12.4}$$
 #
 # The prior is a belief; what attention delivers is a belief too: an innovation and its precision. The update takes two beliefs and returns one.
-# It checks shapes, and values only on a CPU: it runs in every layer, and looking at values would make a GPU wait. There they are checked once, with `check_belief`, where a user hands them in.
+# It always checks shapes, but checks values only on a CPU: it runs in every layer, and looking at values would make a GPU wait. On a GPU, values are checked once, with `check_belief`, where a user hands them in.
 
 
 # %%
@@ -237,7 +237,7 @@ check_belief(posterior)
 posterior
 
 # %% [markdown]
-# Mean and precision are the formulas that were proved:
+# Mean and precision are the formulas that were proved, and @fig-update shows the three densities:
 
 # %%
 assert_same(h + K_min * e, (h, e, lam, lam_obs), lambda h, e, lam, lam_obs: update(Belief(h, lam), Belief(e, lam_obs)).mean)
@@ -328,7 +328,7 @@ torch.testing.assert_close(joseph_precision(4 * one, 16 * one, one), 16 * one)
 (1 - one) / 4
 
 # %% [markdown]
-# How much does the whole update gain over the plain residual? For the thermometer little (20 against 16 °C⁻²). For an observation worse than the prior, much:
+# How much better is the optimal update than the plain residual? For the thermometer, a little (20 against 16 °C⁻²). For an observation worse than the prior, much:
 
 # %%
 bad_reading = torch.tensor(0.25)
@@ -339,8 +339,8 @@ gain(4 * one, bad_reading), joseph_precision(4 * one, bad_reading, one), 4 + bad
 #
 # ## Assumptions, and where they break
 #
-# - **Independence.** Prior and observation errors are taken as independent. In a transformer both come from the same tokens, layer after layer, and a token attends to itself, so information is counted more than once and $\lambda'$ is too large. Process noise (chapter 13) is what pays for it.
-# - **Unbiasedness.** $z$ measures the same quantity as $h$. Training makes it so, as far as it does.
+# - **Independence.** Prior and observation errors are taken as independent. In a transformer both come from the same tokens, layer after layer, and a token attends to itself, so information is counted more than once and $\lambda'$ is too large. Process noise (chapter 13) has to make up for this.
+# - **Unbiasedness.** $z$ measures the same quantity as $h$. This holds only as far as training makes it so.
 # - **Diagonal.** Each feature is updated alone; covariances between features are not tracked **[P]**.
 #
 # ## Summary
@@ -371,7 +371,7 @@ prove(twice - at_once), prove(lam_twice - lam_once)
 #
 # <details><summary>Answer</summary>
 #
-# The normalised innovation squared, $e^2/(1/\lambda + 1/\lambda_{\text{obs}})$, has mean 1 if both precisions are right. Here it should be $(1/4 + 1/4)/(1/4 + 1/16) = 1.6$, and it is: a precision is claimed too high.
+# The normalised innovation squared, $e^2/(1/\lambda + 1/\lambda_{\text{obs}})$, has mean 1 if both precisions are right. Here it should be $(1/4 + 1/4)/(1/4 + 1/16) = 1.6$, and up to simulation error it is. A mean above 1 says that some precision is claimed too high.
 
 # %%
 gen = torch.Generator().manual_seed(0)

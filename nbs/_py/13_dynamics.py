@@ -44,7 +44,7 @@ from bft_nb.symbolic import assert_same, prove
 # %% [markdown]
 # ## The smallest case
 #
-# In the evening a room has 20.4 °C, known to a standard deviation of 0.1 °C. Overnight it moves 30 % of the way towards the outside, 12 °C: $x \to x + f(x)$ with $f(x) = -0.3\,(x - 12)$.
+# In the evening a room is at 20.4 °C, known with a standard deviation of 0.1 °C. Overnight it moves 30 % of the way towards the outside temperature, 12 °C: $x \to x + f(x)$ with $f(x) = -0.3\,(x - 12)$.
 # The mean follows the map. An error is carried along by the slope, $1 + f' = 0.7$, so the standard deviation [°C] shrinks without anybody looking at a thermometer:
 
 # %%
@@ -52,7 +52,7 @@ slope = -0.3
 20.4 + slope * (20.4 - 12), abs(1 + slope) * 0.1
 
 # %% [markdown]
-# That is right for the part of the error that came from yesterday. But draughts and sunshine add an error of their own, say 0.2 °C. Variances add:
+# That is right for the part of the error that comes from the evening. But draughts and sunshine add an error of their own, say 0.2 °C. Variances add:
 
 # %%
 draughts = 0.2**2
@@ -60,7 +60,7 @@ variance = (1 + slope) ** 2 * 0.1**2 + draughts
 variance**0.5, 1 / variance
 
 # %% [markdown]
-# From a precision of 100 °C⁻² in the evening to 22 in the morning.
+# The precision falls from 100 °C⁻² in the evening to 22 in the morning.
 #
 # ## The delta method
 #
@@ -87,12 +87,12 @@ delta_variance = (1 + J) ** 2 / lam
 prove(1 / delta_variance - lam / (1 + J) ** 2)
 
 # %% [markdown]
-# Two approximations are inside. The expansion stops at first order (below we measure where that breaks), and the diagonal stands for the whole Jacobian: the exact first-order variance of feature $i$ is
+# Two approximations are involved. The expansion stops at first order (below we measure where that breaks), and the diagonal stands for the whole Jacobian: the exact first-order variance of feature $i$ is
 # $\sum_k (\delta_{ik} + \partial f_i/\partial h_k)^2/\lambda'_k$, of which (13.1) keeps the term $k = i$. The dropped terms are positive; process noise stands in for them.
 #
 # ## Process noise
 #
-# The dynamics are not exact either. An independent error of variance $Q \ge 0$ per feature, learnt, is added **[P]**:
+# The dynamics themselves are not exact either. So an independent error is added, with a learnt variance $Q \ge 0$ per feature **[P]**:
 #
 # $$\lambda'' = \left(\frac{(1+J)^2}{\lambda'} + Q\right)^{-1} = \frac{\lambda'}{(1+J)^2 + Q\lambda'} \tag{13.2}$$
 
@@ -101,20 +101,20 @@ propagated = 1 / (delta_variance + q)
 prove(propagated - lam / ((1 + J) ** 2 + q * lam))
 
 # %% [markdown]
-# **Theorem (bounded precision) [D].** If $Q > 0$, then $\lambda'' \le 1/Q$ whatever $\lambda'$ is, and strictly less unless $J = -1$. The gap is a ratio of a square to positive numbers:
+# **Theorem (bounded precision) [D].** If $Q > 0$, then $\lambda'' \le 1/Q$ whatever $\lambda'$ is, and strictly less unless $J = -1$. The gap is a square over positive numbers:
 
 # %%
 gap = 1 / q - propagated
 prove(gap - (1 + J) ** 2 / (q * ((1 + J) ** 2 + q * lam)))
 
 # %% [markdown]
-# No amount of observing lifts a token above $1/Q$ after the step: the largest precision is a parameter of the model. At $J = -1$ the dynamics forget the past entirely, and exactly the bound is left:
+# No amount of observing lifts a token above $1/Q$ after the step: the largest precision is a parameter of the model. At $J = -1$ the dynamics forget the past entirely, and what is left is exactly the bound:
 
 # %%
 prove(propagated.subs(J, -1) - 1 / q), sp.limit(propagated, lam, sp.oo)
 
 # %% [markdown]
-# With $Q = 0$ and $J = -1$ nothing bounds it, and (13.2) divides by zero. The code therefore clamps the growth factor, $(1 + J)^2 \ge 10^{-6}$ **[D]**: one step may raise the precision at most a millionfold.
+# With $Q = 0$ and $J = -1$ nothing bounds the precision, and (13.2) divides by zero. The code therefore clamps the growth factor, $(1 + J)^2 \ge 10^{-6}$ **[D]**: one step may raise the precision at most a millionfold.
 # The clamp acts only where $|1 + J| < 10^{-3}$. We clamp the factor rather than the precision, so that $J = 0$, $Q = 0$ stays exactly the identity.
 
 
@@ -148,7 +148,7 @@ propagate(torch.tensor(100.0), torch.tensor(slope), torch.tensor(draughts))
 assert_same(propagated, (lam, J, q), propagate)
 
 # %% [markdown]
-# and it stays finite over the range the library promises, at $J = -1$ without noise, with finite gradients:
+# It also stays finite, with finite gradients, over the range of precisions that the library promises ($10^{-6}$ to $10^6$), here at $J = -1$ without noise:
 
 # %%
 wide = torch.logspace(-6, 6, 13).requires_grad_()
@@ -259,7 +259,7 @@ def silu_slope(
 
 
 # %% [markdown]
-# Each function is held against SymPy's derivative of the activation, for negative arguments too (constants such as $\sqrt{2}$ become floats first, which torch needs):
+# Each function is compared with SymPy's derivative of the activation, for negative arguments too (constants such as $\sqrt{2}$ become floats first, which torch needs):
 
 # %%
 assert_same(relu_derivative, (a,), relu_slope, lo=-5)
@@ -319,7 +319,7 @@ mish_slope(torch.tensor([-1.0, 0.0, 1.0]))
 #
 # $$\hat x = \frac{h - \mu}{s}, \qquad \frac{\partial \hat x_k}{\partial h_i} = \frac1s\Big(\delta_{ki} - \frac1d - \frac{\hat x_k \hat x_i}{d}\Big) \tag{13.4}$$
 #
-# and for RMSNorm the same with $\mu = 0$ and without the $1/d$. The $\epsilon$ inside $s$ changes nothing in the formula: it is exact. For $d = 3$:
+# and for RMSNorm the same with $\mu = 0$ and without the $1/d$. The $\epsilon$ inside $s$ changes nothing: the formula remains exact. For $d = 3$:
 
 # %%
 d = 3
@@ -400,7 +400,7 @@ assert_same(norm_slope, (*H, gamma), lambda x, y, z, g: norm_jacobian(*standardi
 #
 # $$J_i = \frac1s\Big[\underbrace{\sum_f \varphi'_f\, W_{2,if}\,(G_{fi} - \bar G_f)}_{\text{one matmul with } M = W_2 \circ (G - \bar G)^\top} - \frac{\hat x_i}{d} \underbrace{\sum_f W_{2,if}\, \varphi'_f\,(a_f - b_f)}_{\text{one matmul with } W_2}\Big] \tag{13.5}$$
 #
-# The last sum uses $\sum_k G_{fk}\hat x_k = a_f - b_f$: the layer has that number already. RMSNorm drops $\bar G$; without a norm only $\sum_f \varphi'_f W_{2,if} W_{1,fi}$ is left.
+# The last sum uses $\sum_k G_{fk}\hat x_k = a_f - b_f$, a number that the layer already has. RMSNorm drops $\bar G$; without a norm only $\sum_f \varphi'_f W_{2,if} W_{1,fi}$ is left.
 # So the exact diagonal costs two matmuls from $f$ to $d$, where the full Jacobian would cost $d$ of them. The proof for $d = 3$ and two hidden units, with $\hat x$, $s$ and the slopes as symbols and (13.4) as a matrix:
 
 # %%
@@ -482,7 +482,7 @@ def ffn_jacobian(
     return _behind_norm(direct, along, norm, xhat, inv_std)
 
 # %% [markdown]
-# On a LayerNorm branch of width 4 with 6 hidden units, against the full Jacobian by automatic differentiation, which no other code of this chapter uses:
+# We check the function on a LayerNorm branch of width 4 with 6 hidden units, against the full Jacobian by automatic differentiation, which no other code of this chapter uses:
 
 # %%
 gen = torch.Generator().manual_seed(0)
@@ -510,7 +510,7 @@ uncorrected = inv_std * F.linear(activation_and_slope("gelu")[1](pre), w2 * (w1 
 ((uncorrected - exact).norm() / exact.norm(), (jac - exact).norm() / exact.norm())
 
 # %% [markdown]
-# Wide layers suffer less, since both corrections carry a $1/d$; at $d = 64$ the error is still above ten per cent (exercise 3). Last, the formula as SymPy derives it from scratch, by differentiating the whole branch, against the function, in value and in gradient with respect to every weight:
+# Wide layers suffer less, since both corrections carry a $1/d$; at $d = 64$ the error is still above ten per cent (exercise 3). Last, SymPy derives the formula from scratch, by differentiating the whole branch, and we compare it with the function, in value and in gradient with respect to every weight:
 
 # %%
 A1, A2 = sp.Matrix(2, 3, sp.symbols("p_:6")), sp.Matrix(3, 2, sp.symbols("q_:6"))
@@ -543,7 +543,7 @@ test_fail(lambda: ffn_jacobian(pre, w1, w2, norm="batch", xhat=x_hat, inv_std=in
 #
 # $$J_i = \frac1s\Big[\sum_f \varphi'(g_f)\,u_f\, M^g_{if} + \sum_f \varphi(g_f)\, M^u_{if} - \frac{\hat x_i}{d} \sum_f W_{d,if}\big(\varphi'(g_f)\,u_f\,(g_f - g^0_f) + \varphi(g_f)\,(u_f - u^0_f)\big)\Big] \tag{13.6}$$
 #
-# where the superscript 0 marks the value at $\hat x = 0$, and $M^g$, $M^u$ are the $M$ of (13.5) with $W_g$, $W_u$ in the place of $W_1$ and $W_d$ in that of $W_2$. The product rule is all that is new:
+# where the superscript 0 marks the value at $\hat x = 0$, and $M^g$, $M^u$ are the $M$ of (13.5) with $W_g$, $W_u$ in place of $W_1$ and $W_d$ in place of $W_2$. The product rule is all that is new:
 
 # %%
 g_in, u_in = sp.Function("g")(h), sp.Function("u")(h)
@@ -621,7 +621,7 @@ assert_same(sp.diff(whole_gated, H[0]), (*H, *A3, *A1, *A2), vmap(one_gated_poin
 # ## Freezing
 #
 # Now the whole cycle with constant inputs: a token observes with precision $\lambda_{\text{obs}}$ (12.2) and predicts (13.2), again and again. The update only ever adds.
-# With $Q = 0$ and $|1 + J| \le 1$ nothing ever takes precision away, it grows without bound, and the gain falls to zero: the model **freezes** and ignores what it is told **[P]**.
+# With $Q = 0$ and $|1 + J| \le 1$ nothing ever takes precision away: it grows without bound, and the gain falls to zero: the model **freezes** and ignores what it is told **[P]**.
 # For $J = 0$ exactly: $\lambda$ grows by $\lambda_{\text{obs}}$ each step, so the gain after $n$ steps from $\lambda_0$ is
 
 # %%
@@ -630,7 +630,7 @@ gain_after = lam_obs / (lam0 + (n + 1) * lam_obs)
 prove(gain_after - (lam_obs / (lam + lam_obs)).subs(lam, lam0 + n * lam_obs)), sp.limit(gain_after, n, sp.oo)
 
 # %% [markdown]
-# (Dynamics that stretch, $|1 + J| > 1$, lose precision on their own and do not freeze even without noise: see the fixed point below. A trained network has features of both kinds, and $Q$ serves those that shrink.)
+# (Dynamics that stretch, $|1 + J| > 1$, lose precision on their own and do not freeze even without noise: see the fixed point below. A trained network has features of both kinds, and $Q$ serves those that shrink.) @fig-freeze runs the cycle with and without noise:
 
 
 # %%
@@ -695,7 +695,7 @@ prove(quadratic.subs(lam, lam_star)), prove(lam_star * lam_minus + lam_obs / q)
 prove(sp.diff(cycle, lam) - growth * cycle**2 / (lam + lam_obs) ** 2)
 
 # %% [markdown]
-# At the fixed point $F = \lambda$, so $\rho = (1/\lambda - Q)(\lambda + \lambda_{\text{obs}})$, and the slope becomes a product of two numbers in $(0, 1)$: the distance from the bound $1/Q$, and the share of the prior, $1 - K^\star$.
+# At the fixed point $F = \lambda$, so $\rho = (1/\lambda - Q)(\lambda + \lambda_{\text{obs}})$, and the slope becomes a product of two numbers in $(0, 1)$: the relative distance from the bound $1/Q$, and the share of the prior, $1 - K^\star$.
 #
 # $$F'(\lambda^\star) = (1 - Q\lambda^\star)\,(1 - K^\star) < 1 \tag{13.9}$$
 
@@ -704,7 +704,7 @@ at_fixed_point = growth * lam**2 / (lam + lam_obs) ** 2
 prove(at_fixed_point.subs(growth, (1 / lam - q) * (lam + lam_obs)) - (1 - q * lam) * lam / (lam + lam_obs))
 
 # %% [markdown]
-# **From every start.** $F$ rises (its slope is positive) and is concave, with $F(0) > 0$ and one crossing of the diagonal: below $\lambda^\star$ the sequence rises to it, above it falls to it.
+# **From every start.** $F$ rises (its slope is positive) and is concave, with $F(0) > 0$ and one crossing of the diagonal: from below $\lambda^\star$ the sequence rises to it, from above it falls to it.
 
 # %%
 curvature = -2 * growth * q / (growth + q * (lam + lam_obs)) ** 3
@@ -750,7 +750,7 @@ torch.testing.assert_close(propagate(star + 1.0, torch.tensor([-0.3, 0.0, 0.5]),
 star
 
 # %% [markdown]
-# The freezing figure ends at this point: with $\lambda_{\text{obs}} = 1$ and $J = 0$ the gains settle at
+# The curves of @fig-freeze with $Q > 0$ end at their fixed points, and @fig-map shows how the cycle gets there. With $\lambda_{\text{obs}} = 1$ and $J = 0$ the gains settle at
 
 # %%
 q_values = torch.tensor([0.01, 0.1, 1.0])
@@ -783,7 +783,7 @@ plt.show()
 # %% [markdown]
 # ## Where first order breaks
 #
-# The delta method sees the slope at one point. Where the slope changes within the width of the belief, it is wrong. The simplest case can be done exactly: $x \to x + x^2/2$ at $h = 0$ has $J = 0$, so (13.1) leaves the variance unchanged;
+# The delta method sees the slope at one point. Where the slope changes within the width of the belief, the method is wrong. The simplest case can be done exactly: $x \to x + x^2/2$ at $h = 0$ has $J = 0$, so (13.1) leaves the variance $\sigma^2$ unchanged;
 # the true variance is $\sigma^2 + \sigma^4/2$. The moments of a standard normal variable, by integration:
 
 # %%
@@ -794,7 +794,7 @@ prove(mean_of(squared**2) - mean_of(squared) ** 2 - (sigma**2 + sigma**4 / 2))
 
 
 # %% [markdown]
-# The mean is off as well, by $\sigma^2/2$ here: to first order a belief's mean moves along the map, not along the average of the map. For other branches we measure the ratio of the true output variance to (13.1) by simulation:
+# The mean is off as well, by $\sigma^2/2$ here: to first order a belief's mean moves along the map, not along the average of the map. For other branches we measure the ratio of the true output variance to that of (13.1) by simulation (@fig-delta):
 
 
 # %%
@@ -828,7 +828,7 @@ ax.legend(fontsize=8)
 plt.show()
 
 # %% [markdown]
-# At a tenth of the distance to the kink the ReLU is exact; once the belief straddles it, the slope is neither of the two. The numbers at widths 0.05, 0.5 and 2:
+# At a tenth of the distance to the kink the ReLU is exact; once the belief straddles the kink, the slope that counts is neither of the two. The numbers at widths 0.05, 0.5 and 2:
 
 # %%
 ratios = {name: [round(variance_ratio(*case, sd), 2) for sd in (0.05, 0.5, 2.0)] for name, case in BRANCHES.items()}
@@ -845,9 +845,9 @@ assert ratios["ReLU, kink 0.5 below"][2] < 0.8 and ratios["ReLU, kink 0.5 above"
 # ## Assumptions, and where they break
 #
 # - **First order.** Right while the slope is constant over the width of the belief.
-# - **Diagonal.** Variance that comes in from other features is dropped; it is positive, and $Q$ stands for it.
+# - **Diagonal.** Variance that comes in from other features is dropped; it is positive, and $Q$ stands in for it.
 # - **Elementwise activation.** A callable that mixes features gets a wrong slope from the fallback, without a warning.
-# - **$J$ near $-1$.** The branch cancels the feature, and (13.1) would claim perfect knowledge. $Q$ bounds it; with $Q = 0$ the clamp does.
+# - **$J$ near $-1$.** The branch cancels the feature, and (13.1) would claim perfect knowledge. $Q$ bounds the claim; with $Q = 0$ the clamp does.
 #
 # ## Summary
 #

@@ -16,7 +16,7 @@
 
 # %% [markdown]
 # **So far** attention weights were a softmax: positive, summing to one, and the observation was a weighted *mean* with the precision of chapters 10 and 11. **Now** the weights lose both properties.
-# **Why**: one of our backbones, HSTU [@zhai2024], has no softmax. It weighs its neighbours by $a_{tj} = \operatorname{SiLU}(q_t \cdot k_j + \text{bias})/N$ with a constant $N$, the longest history, so that ten similar neighbours say more than one. Its output is a sum, and a sum needs a variance of its own.
+# **Why**: one of our backbones, HSTU [@zhai2024], has no softmax. It weighs its neighbours by $a_{tj} = \operatorname{SiLU}(q_t \cdot k_j + \text{bias})/N$ with a constant $N$, the length of the longest history, so that ten similar neighbours say more than one. Its output is a sum, and a sum needs a variance of its own.
 # The paper names the tool, the sandwich estimator **[P]** [@bft2026; @huber1967; @white1980]; the exact form is ours **[D]**.
 
 # %%
@@ -62,10 +62,10 @@ b_room @ v_room
 
 
 # %% [markdown]
-# It is not a mean: the weights sum to 0.86, and a second set of the same neighbours, with $N$ as it is, would double it. With $\bar\lambda \equiv 1$ it is HSTU's own attention, the degenerate case.
-# (A factor common to all $\bar\lambda$ scales $e$; HSTU normalises the sum right after, which removes it. It also settles the unit: measured against a typical key, $\bar\lambda$ and $b$ are pure numbers, and $e$ is in [v] like the values. What a key then claims as its variance, $1/\bar\lambda_j$, is in units of the typical key's, here 1 °C².)
+# This is not a mean: the weights sum to 0.86, and a second set of the same neighbours, with $N$ as it is, would double $e$. With $\bar\lambda \equiv 1$ the sum is HSTU's own attention, the degenerate case.
+# (A factor common to all $\bar\lambda$ scales $e$; HSTU normalises the sum right after, which removes the factor. So we may measure $\bar\lambda$ against a typical key: then $\bar\lambda$ and $b$ are pure numbers, and $e$ is in [v] like the values. What a key claims as its variance, $1/\bar\lambda_j$, is in units of the typical key's variance, here 1 °C².)
 #
-# How well is $e$ known? A formula that knows only $\bar\lambda$ believes the labels, whatever the neighbours say. The sandwich looks at what they say: the two that count agree, and the third lies far off.
+# How well is $e$ known? A formula that knows only $\bar\lambda$ believes the labels, whatever the neighbours say. The sandwich estimator looks at what they say: the two that count agree, and the third lies far off.
 #
 # ## The variance of a weighted sum
 #
@@ -74,9 +74,9 @@ b_room @ v_room
 # $$\operatorname{Var}(e) = \sum_j b_j^2 \sigma_j^2, \qquad \widehat{\operatorname{Var}}(e) = \sum_j b_j^2\,(v_j - m)^2, \qquad m = \frac{\sum_j b_j v_j}{\sum_j b_j} \tag{14.1}$$
 #
 # The first is the variance of a linear combination. The second puts the one squared residual we have in the place of each $\sigma_j^2$. A single residual is a poor estimate of one variance, but the sum over many keys is a good estimate of the sum: that is the idea of Huber and White [@huber1967; @white1980].
-# No sign of $b_j$ matters, because it is squared, and no model of the $\sigma_j$ is needed.
+# The sign of $b_j$ does not matter, because $b_j$ is squared, and no model of the $\sigma_j$ is needed.
 #
-# The name comes from regression. Fit a constant to the $v_j$ by weighted least squares with weights $b_j$: the design $X$ is a column of ones, the "bread" is $(X^\top W X)^{-1}$, the "filling" $X^\top W \operatorname{diag}(r_j^2)\, W X$. The fitted constant is $m$, and its sandwich variance, times $(\sum_j b_j)^2$ because $e = m \sum_j b_j$, is (14.1):
+# The name comes from regression. Fit a constant to the $v_j$ by weighted least squares with weights $b_j$: the design $X$ is a column of ones, the "bread" is $(X^\top W X)^{-1}$, and the "filling" (or "meat") is $X^\top W \operatorname{diag}(r_j^2)\, W X$ with the residuals $r_j = v_j - m$. The fitted constant is $m$, and its sandwich variance, times $(\sum_j b_j)^2$ because $e = m \sum_j b_j$, is (14.1):
 
 # %%
 b = sp.symbols("b1:4", nonzero=True)
@@ -93,7 +93,7 @@ sandwich = sum(x**2 * r**2 for x, r in zip(b, residual, strict=True))
 prove(B**2 * (bread * filling * bread)[0] - sandwich)
 
 # %% [markdown]
-# The expanded square writes the residuals away, so that no array over queries, keys *and* features is ever formed. With $B_2$ the matrix of the $b_{tj}^2$:
+# The expanded square eliminates the residuals, so that no array over queries, keys *and* features is ever formed. With $B_2$ the matrix of the $b_{tj}^2$:
 #
 # $$\widehat{\operatorname{Var}}(e) = B_2 v^2 - 2\,m \circ B_2 v + m^2 \circ B_2 1 \tag{14.2}$$
 
@@ -108,7 +108,7 @@ prove(expanded - sum(x**2 * (y - centre_of) ** 2 for x, y in zip(b, v, strict=Tr
 #
 # With signed weights $\sum_j b_j$ can be zero, and $m = e/\sum_j b_j$ explodes while $e$ and its true variance do not. This is the ordinary state of an untrained network, in which logits have both signs.
 #
-# Kish's number (chapter 10), $n = (\sum_j b_j)^2/\sum_j b_j^2$, shows when: it is at least 1 for weights of one sign, and falls below 1 only when signs cancel. There, the level $e/\sum_j b_j$ is known worse than one single value.
+# Kish's number (chapter 10), $n = (\sum_j b_j)^2/\sum_j b_j^2$, shows when: it is at least 1 for weights of one sign, and falls below 1 only when signs cancel. There, the level $e/\sum_j b_j$ is known less well than a single value.
 # So below $n = 1$ we move the centre smoothly to the mean under the absolute weights, $m_0 = \sum_j |b_j| v_j / \sum_j |b_j|$, which always lies among the values **[D]**:
 #
 # $$m = m_0 + \frac{\sum_j b_j}{\max\big((\sum_j b_j)^2,\ \sum_j b_j^2\big)} \sum_j b_j (v_j - m_0) \tag{14.3}$$
@@ -167,7 +167,7 @@ def centre(
 
 
 # %% [markdown]
-# Both are held to their formulas: $\kappa$ for positive weights, and (14.3) where the signs cancel so far that $n < 1$ (weights $b_1$, $b_2$ and $-(b_1 + b_2)$ plus a little, which makes $\sum_j b_j^2$ the larger of the two):
+# Both are checked against their formulas: $\kappa$ for positive weights, and (14.3) where the signs cancel so far that $n < 1$ (weights $b_1$, $b_2$ and $-(b_1 + b_2)$ plus a little, which makes $\sum_j b_j^2$ the larger of the two):
 
 # %%
 p, q, r = sp.symbols("p q r", positive=True)
@@ -229,7 +229,7 @@ def sandwich_variance(
 sandwich_variance(a_room, lam_bar_room, v_room)
 
 # %% [markdown]
-# The shift by the first key changes no residual, but keeps the expanded square from subtracting large numbers: temperatures in kelvin give the same variance as in °C. (The first key that is heard at all, for a masked one may say anything; and not the mean of all keys, so that no later token reaches an earlier one even through rounding.)
+# The shift by the first key changes no residual, but keeps the expanded square from subtracting large numbers: temperatures in kelvin give the same variance as in °C. (We take the first key that is heard at all, since a masked one may say anything; and not the mean of all keys, so that no later token reaches an earlier one, even through rounding.)
 
 # %%
 torch.testing.assert_close(sandwich_variance(a_room, lam_bar_room, v_room + 273.15), sandwich_variance(a_room, lam_bar_room, v_room), rtol=1e-3, atol=0)
@@ -238,7 +238,7 @@ torch.testing.assert_close(with_mute, sandwich_variance(a_room, lam_bar_room, v_
 
 
 # %% [markdown]
-# Value and gradient are those of the proved formula. At first with positive relevances:
+# Value and gradient are those of the proved formula, first with positive relevances:
 
 # %%
 def three_keys(*x):
@@ -282,7 +282,7 @@ covariance = mean_w([(x - kappa) * (y - S) for x, y in zip(w, r2, strict=True)])
 prove(sum(x**2 * y for x, y in zip(w, r2, strict=True)) - kappa * S - covariance)
 
 # %% [markdown]
-# So the two agree exactly when the weights are equal, whatever the values, and on average whenever the size of the residual has nothing to do with the weight. If important keys are noisier, chapter 11 is too confident and the sandwich is not: that is what it is for.
+# So the two agree exactly for equal weights, whatever the values, and on average whenever the size of the residual has nothing to do with the weight. If important keys are noisier, chapter 11 is too confident and the sandwich is not: that is what it is for.
 
 # %%
 equal = {w1: sp.Rational(1, 3), w2: sp.Rational(1, 3)}
@@ -297,7 +297,7 @@ torch.testing.assert_close(sandwich_variance(uniform, torch.ones(5), values)[0],
 # %% [markdown]
 # ### The divisor
 #
-# REML divides by $1 - \kappa$, because residuals are taken from an estimated centre and so are too small. The sandwich has the same defect. With $w_j = b_j/\sum b$, independent errors $\epsilon_j$ of variance $\sigma^2$, and the residual $\epsilon_j - \sum_i w_i\epsilon_i$:
+# REML divides by $1 - \kappa$, because residuals are taken from an estimated centre and so are too small. The sandwich has the same defect. Let $w_j = b_j/\sum b$, and let the errors $\epsilon_j$ be independent with variance $\sigma^2$. The residual is $\epsilon_j - \sum_i w_i\epsilon_i$, and its expected square is $\sigma^2 (1 - 2 w_j + \kappa)$:
 
 # %%
 noise, s2 = sp.symbols("epsilon1:4"), sp.Symbol("sigma2", positive=True)
@@ -322,7 +322,7 @@ prove((1 - 2 * count * count**-3 / (1 / count) + 1 / count) - (1 - 1 / count))
 
 
 # %% [markdown]
-# For other positive weights the true factor is smaller than $1 - \kappa$, by twice the variance of a weight, taken under the weights, relative to its mean:
+# For other positive weights the true factor is smaller than $1 - \kappa$, by twice the variance of a weight, taken under the weights, relative to its mean $\kappa$:
 #
 # $$\Big(1 - \kappa\Big) - \Big(1 - \frac{2}{\kappa}\sum_j w_j^3 + \kappa\Big) = \frac2\kappa \operatorname{Var}_w(w_j) \ge 0$$
 
@@ -330,11 +330,11 @@ prove((1 - 2 * count * count**-3 / (1 / count) + 1 / count) - (1 - 1 / count))
 prove((1 - kappa) - shortfall - 2 / kappa * mean_w([(x - kappa) ** 2 for x in w]))
 
 # %% [markdown]
-# We divide by $1 - \kappa$ in both chapters **[D]**: it needs no third moment of the weights, and it corrects for a part of the shortfall only, most of it where weights are alike. What is left errs on the side of confidence. Exercise 2 corrects each residual by its own leverage instead.
+# We divide by $1 - \kappa$ in both chapters **[D]**. This needs no third moment of the weights, but it corrects for a part of the shortfall only, most of it where weights are alike. What is left errs on the side of confidence. Exercise 2 corrects each residual by its own leverage instead.
 #
 # ## The same conjugate prior
 #
-# A single key leaves no residual: $\kappa = 1$ and both estimate and divisor are zero. As in chapter 11, the tracked precision is the prior, worth $\nu_0$ observations. What it claims for the variance of $e$ is $V_0 = \sum_j b_j^2/\bar\lambda_j = \sum_j a_j^2 \bar\lambda_j$:
+# A single key leaves no residual: $\kappa = 1$ and both estimate and divisor are zero. As in chapter 11, the tracked precision is the prior, worth $\nu_0$ observations. What the prior claims for the variance of $e$ is $V_0 = \sum_j b_j^2/\bar\lambda_j = \sum_j a_j^2 \bar\lambda_j$:
 
 # %%
 claim = sum(x**2 * y for x, y in zip(a_sym, lam_bar_sym, strict=True))
@@ -402,7 +402,7 @@ V_room, V0_room = sandwich_variance(a_room, lam_bar_room, v_room), claimed_varia
 V0_room, V_room, posterior_variance(V_room, V0_room, signed_kappa(b_room))
 
 # %% [markdown]
-# The residuals are kinder than the labels: the two neighbours that count agree within 0.3 °C, where the labels allow for a degree each. More than half of $V$ is the third neighbour's, for all its small weight. With fewer than two effective neighbours the prior has the last word.
+# The residuals are kinder than the labels: the two neighbours that count agree within 0.3 °C, where the labels allow for about a degree each. More than half of $V$ comes from the third neighbour, despite its small weight. With fewer than two effective neighbours the prior has the last word.
 
 # %%
 one_key = torch.tensor([[0.7]])
@@ -411,12 +411,12 @@ torch.testing.assert_close(only_prior, torch.tensor([[0.7**2 * 4.0]]))
 test_fail(lambda: posterior_variance(V_room, V0_room, signed_kappa(b_room), nu0=0.0), contains="nu0 must be positive and finite, got 0.0")
 
 # %% [markdown]
-# A query all of whose keys are masked has $a = 0$: then $e = 0$, and (14.5) gives a variance of zero for a sum of nothing. It is no observation at all; a layer sets $\lambda_{\text{obs}} = 0$ there.
+# A query all of whose keys are masked has $a = 0$: then $e = 0$, and (14.5) gives a variance of zero for a sum of nothing. That is no observation at all; a layer sets $\lambda_{\text{obs}} = 0$ there.
 #
 # ## Does it hold up?
 #
 # The rival of the sandwich is the *model-based* variance: one pooled variance of the values, times $\sum_j b_j^2$. It is right if all keys are equally noisy. We let the noise of key $j$ depend on its weight, $\sigma_j^2 \propto |b_j|^{g}$: for $g > 0$ important keys are noisier, for $g < 0$ cleaner.
-# 48 keys with SiLU weights of both signs, 4,000 repetitions, and the true variance $\sum_j b_j^2\sigma_j^2$ to compare with:
+# @fig-sandwich uses 48 keys with SiLU weights of both signs and 4,000 repetitions, and compares both estimates with the true variance $\sum_j b_j^2\sigma_j^2$:
 
 
 # %%
@@ -458,7 +458,7 @@ assert abs(summary[0.0][1] - 1) < 0.02 and all(0.75 < x[0] < 1.05 for x in summa
 assert summary[1.0][1] < 0.6 and summary[-1.0][1] > 1.5
 
 # %% [markdown]
-# Robustness has its price: the band of the sandwich is wider where the simple model is right ($g = 0$), and its mean lies below one. That is the missing divisor of the section above, $1 - 2\sum_j w_j^3/\kappa + \kappa$ at $g = 0$:
+# Robustness has its price: the band of the sandwich is wider where the simple model is right ($g = 0$), and its mean lies below one. The latter is the missing divisor of the section above, $1 - 2\sum_j w_j^3/\kappa + \kappa$ at $g = 0$:
 
 # %%
 w48 = weights[0] / weights.sum()
@@ -469,16 +469,16 @@ shortfall_48
 # %% [markdown]
 # ## Assumptions, and where they break
 #
-# - **Independent values.** Correlated neighbours make every variance of a sum too small; the sandwich does not know.
+# - **Independent values.** Correlated neighbours make every such estimate of the variance of a sum too small; the sandwich does not notice.
 # - **One common mean.** Keys that disagree because they mean different things count as noise. For attention that is often wanted: disagreement is a reason to listen less.
-# - **Many keys.** With few effective keys the estimate is noisy and short, and $1 - \kappa$ makes up for only a part of that; the prior carries it.
+# - **Many keys.** With few effective keys the estimate is noisy and too small, and $1 - \kappa$ makes up for only a part of that; the prior carries the estimate there.
 # - **Cancelling signs.** Below $n = 1$ the centre is a convention (14.3).
 #
 # ## Summary
 #
 # - A weighted sum with weights of any sign has the Huber–White variance $\sum_j b_j^2 (v_j - m)^2$, computed by the expanded square.
 # - On softmax weights it is chapter 11's $\kappa S$ plus the covariance of weight and squared residual, hence equal for equal weights.
-# - It stays right when noise depends on weight, where the model-based variance does not; the prior of chapter 11 carries it where keys are few.
+# - It stays right when noise depends on weight, where the model-based variance does not; where keys are few, the prior of chapter 11 carries the estimate.
 #
 # ## Exercises
 #
@@ -486,7 +486,7 @@ shortfall_48
 #
 # <details><summary>Answer</summary>
 #
-# Two halves contribute $2\,(b/2)^2 r^2$, half of $b^2 r^2$. Two independent readings would deserve that; a copy does not. Duplicates make any of these estimates overconfident.
+# Two halves contribute $2\,(b/2)^2 r^2$, half of $b^2 r^2$. Two independent readings would deserve this reduction; a copy does not. Duplicates make any of these estimates overconfident.
 
 # %%
 r_sym = sp.Symbol("r", real=True)

@@ -17,7 +17,7 @@
 # %% [markdown]
 # **So far** Part I gave every piece for one neighbourhood: kriging weights (chapter 10), the observation precision they earn (chapter 11).
 # **Now** all neighbourhoods of a sequence are computed at once, as self-attention: the paper's reading of attention as kriging **[P]**, with the observation precision of chapter 11 **[D]**.
-# **Why** a chapter of its own: written down naively, the weights are a $T\times T$ table per head, and so are their squares. The same numbers can be had in memory that grows with $T$, not $T^2$, and this chapter climbs there on a ladder: the explicit form first, because it can be read; then the blocked form, held to the explicit one in value and gradient.
+# **Why** a chapter of its own: written down naively, the weights are a $T\times T$ table per head, and so are their squares. The same numbers can be had in memory that grows with $T$, not $T^2$, and this chapter climbs there on a ladder of two rungs: first the explicit form, because it can be read; then the blocked form, checked against the explicit one in value and gradient.
 
 # %%
 #| exports
@@ -65,7 +65,7 @@ w[0, 0, 0], kriging_mean(w, v)[0, 0, 0]
 # ## Which keys may be seen
 #
 # A mask follows torch's `scaled_dot_product_attention`: boolean, `True` where a query may look at a key, of any shape that broadcasts to $(b, h, t, j)$; `is_causal` adds the lower triangle. Padding is a real mask: chapter 10 showed that a tiny precision is not one.
-# The number of visible keys is needed twice: for rows that see nothing, and for the precision-weights reading of chapter 11. It never needs a $T\times T$ table unless the mask is one.
+# The number of visible keys is needed twice: for rows that see nothing, and for the precision-weights reading of chapter 11. Counting them needs no $T\times T$ table unless the mask is one.
 
 
 # %%
@@ -101,7 +101,7 @@ NO_EVIDENCE = 1e30  # variance of an observation that saw no key: finite, so tha
 # %% [markdown]
 # ## First rung: explicit weights
 #
-# Everything chapters 10 and 11 need from the weights are four moments per query, (10.4), (11.1), (10.6) and (10.7):
+# All that chapters 10 and 11 need from the weights is four moments per query, (10.4), (11.1), (10.6) and (10.7):
 #
 # $$e_t = \sum_j w_{tj} v_j,\qquad S_t = \sum_j w_{tj} v_j^2 - e_t^2,\qquad s^2_{0,t} = \sum_j \frac{w_{tj}}{\bar\lambda_j},\qquad \kappa_t = \sum_j w_{tj}^2 . \tag{20.1}$$
 
@@ -117,7 +117,7 @@ class Moments(NamedTuple):
 
 
 # %% [markdown]
-# $S$ comes in two resolutions **[D]**. `diagonal` keeps one per value dimension; `isotropic` keeps their mean, one number per head, for models whose width makes the first too dear.
+# $S$ comes in two resolutions **[D]**. `diagonal` keeps one $S$ per value dimension; `isotropic` keeps their mean, one number per head, for models whose width makes `diagonal` too costly.
 
 # %%
 #| exports
@@ -154,13 +154,13 @@ tiny.e[0, 0, 0], tiny.scatter[0, 0, 0], tiny.s2_0[0, 0, 0], 1 / tiny.kappa[0, 0,
 #
 # Three facts remove the table.
 #
-# 1. *The moments are one matrix product.* Append $v^2$ and $1/\bar\lambda$ to the values, $V^+ = [v,\, v^2,\, 1/\bar\lambda]$: then $w V^+$ holds $e$, $\sum w v^2$ and $s_0^2$. Likewise $\log\bar\lambda$ is one more column of the keys, seen by a constant 1 in the queries.
+# 1. *The moments are one matrix product.* Append $v^2$ and $1/\bar\lambda$ to the values, $V^+ = [v,\, v^2,\, 1/\bar\lambda]$: then $w V^+$ holds $e$, $\sum w v^2$ and $s_0^2$. Likewise $\log\bar\lambda$ is one more column of the keys, multiplied by a constant 1 in the queries.
 # 2. *A block of queries needs only its own rows of $w$.* Rows are computed, used and dropped.
-# 3. *The backward pass can compute them again.* With $G^+$ the gradient of the loss $L$ by $wV^+$ and $g_\kappa$ the gradient by $\kappa$, the gradient by the logits $\ell$ is
+# 3. *The backward pass can compute the rows again.* With $G^+$ the gradient of the loss $L$ with respect to $wV^+$ and $g_\kappa$ that with respect to $\kappa$, the gradient with respect to the logits $\ell$ is
 #
 # $$\frac{\partial L}{\partial \ell_{tj}} = w_{tj}\Big( \underbrace{G^+_t \cdot V^+_j + 2 g_{\kappa,t}\, w_{tj}}_{\partial L/\partial w_{tj}} - c_t\Big),\qquad c_t = G^+_t\cdot (wV^+)_t + 2 g_{\kappa,t}\,\kappa_t . \tag{20.2}$$
 #
-# The proof is the softmax Jacobian, here for the first of three keys (the others are the same by symmetry) and a loss whose gradient is $g$ by one moment $\sum_j w_j u_j$, $u$ being a column of $V^+$, and $g_\kappa$ by $\kappa$:
+# The proof is the softmax Jacobian, here for the first of three keys (the others are the same by symmetry). The loss has the gradient $g$ with respect to one moment $\sum_j w_j u_j$, where $u$ is a column of $V^+$, and $g_\kappa$ with respect to $\kappa$:
 
 # %%
 l1, l2, l3, u1, u2, u3, g, gk = sp.symbols("l1:4 u1:4 g g_kappa", real=True)
@@ -174,7 +174,7 @@ claimed = W[0] * (g * u1 + 2 * gk * W[0] - c)
 prove(sp.diff(g * moment + gk * kappa, l1) - claimed)
 
 # %% [markdown]
-# Now the code, in the same letters. One helper computes the rows of a block, forward and backward use it:
+# Now the code, in the same letters. One helper computes the rows of a block; the forward and the backward pass both use it:
 
 # %%
 #| exports
@@ -237,7 +237,7 @@ def _backward_blocks(g_out, g_kappa, saved: tuple, is_causal: bool, block: int) 
 
 
 # %% [markdown]
-# Autograd is told that the two belong together, and what to keep in between: inputs and outputs, no weights.
+# Autograd is told that the two passes belong together, and what to keep in between: inputs and outputs, no weights.
 
 
 # %%
@@ -297,7 +297,7 @@ for got, want in zip(blocked, tiny): torch.testing.assert_close(got, want)
 # %% [markdown]
 # ## `observe`
 #
-# The public function checks its input, works in float32 or wider whatever the input's dtype, gathers the moments by whichever rung is asked for, and closes with the posterior of chapter 11. Rungs live in one table, so that a fused kernel is one more entry.
+# The public function checks its input, works in float32 or wider whatever the input's dtype, gathers the moments by whichever rung is asked for, and closes with the posterior of chapter 11. The rungs are entries of one table, so that a fused kernel is one more entry.
 
 # %%
 #| exports
@@ -352,7 +352,7 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, lam_bar: Tensor, mask: Tensor
 
 
 # %% [markdown]
-# $S = \sum w v^2 - e^2$ subtracts two numbers that may both be large (chapter 11): the values are therefore shifted towards the origin first, and the mean is shifted back. The shift must be the same for all queries, or $S$ would no longer be one matrix product, and no query may learn from it about keys it cannot see, not even by rounding. A layer knows a good constant (chapter 22); without one, the first key that may be seen at all serves.
+# $S = \sum w v^2 - e^2$ subtracts two numbers that may both be large (chapter 11): the values are therefore shifted towards the origin first, and the mean is shifted back. The shift must be the same for all queries, or $S$ would no longer be one matrix product, and no query may learn from it about keys it cannot see, not even through rounding. A layer knows a good constant (chapter 22); without one, the first key that may be seen at all serves.
 
 # %%
 #| exports
@@ -365,7 +365,7 @@ def _origin(v: Tensor, mask: Tensor | None) -> Tensor:
 
 
 # %% [markdown]
-# A floating-point mask is added to the logits, as in torch. Minus infinity hides a key, and so does the least number of the mask's dtype, which some libraries write instead: a key with such a logit must not be counted among the visible.
+# A floating-point mask is added to the logits, as in torch. Minus infinity hides a key, and so does the most negative finite number of the mask's dtype, which some libraries write instead: a key with such a logit must not be counted among the visible ones.
 
 # %%
 #| exports
@@ -395,7 +395,7 @@ def _without_evidence(m: Moments, seen: Bool[Tensor, "#b #h t"]) -> Moments:
 
 
 # %% [markdown]
-# Looking for a NaN in every input would take longer than it is worth. The result tells: where a variance is no number, and only then, the culprit is looked for. (On a CPU; an accelerator would have to be waited for.)
+# Looking for a NaN in every input would take longer than it is worth. The result shows it: only when a variance is not a finite number does the code look for the culprit. (On a CPU; an accelerator would have to be waited for.)
 
 # %%
 #| exports
@@ -455,7 +455,7 @@ seen = observe(q, k, v, lam_bar, is_causal=True)
 seen.n_eff[0, 0], seen.mean[0, 0, :, 0], seen.precision[0, 0, :, 0]
 
 # %% [markdown]
-# Read the three rows. The first token sees itself: one key, precision $\bar\lambda_1 = 1$, exactly what the tracked precision claims. The second adds an unreliable key that contradicts the first: the scatter pulls the precision down to 0.18. The third repeats the first: it is surer than the second, and still less sure than the first, who has heard no contradiction.
+# Read the three rows. The first token sees itself: one key, precision $\bar\lambda_1 = 1$, exactly what the tracked precision claims. The second adds an unreliable key that contradicts the first: the scatter pulls the precision down to 0.18. The third repeats the first: it is surer than the second, and still less sure than the first, which has heard no contradiction.
 #
 # ## Lessons
 #
@@ -503,7 +503,7 @@ for resolution in ("diagonal", "isotropic"):
         torch.testing.assert_close(got, want)
 
 # %% [markdown]
-# **Memory.** What autograd keeps for the backward pass, counted in bytes: the explicit rung keeps tables that grow with $T^2$, the blocked one keeps its inputs and outputs.
+# **Memory.** What autograd keeps for the backward pass, counted in bytes: the explicit rung keeps tables that grow with $T^2$, the blocked one keeps its inputs and outputs (@fig-memory).
 
 
 # %%
@@ -529,7 +529,7 @@ ax.legend()
 plt.show()
 
 # %% [markdown]
-# **Information follows context.** In a causal sequence of equally reliable, independent tokens the effective sample size, and with it the observation precision, grows with position. The paper sets this against a learned gate that looks at one token's features and does not change with the length of the context **[P]**.
+# **Information follows context.** In a causal sequence of equally reliable, independent tokens the effective sample size, and with it the observation precision, grows with position (@fig-context). The paper sets this against a learned gate that looks at one token's features and does not change with the length of the context **[P]**.
 
 # %%
 gen = torch.Generator().manual_seed(0)
@@ -549,7 +549,7 @@ ax.legend()
 plt.show()
 
 # %% [markdown]
-# **A query that sees nothing observes nothing**, and nothing becomes infinite on the way back:
+# **A query that sees nothing observes nothing**, and its gradients stay finite on the way back:
 
 # %%
 q, k, v = (torch.randn(1, 1, 3, 2, generator=gen).requires_grad_() for _ in range(3))
@@ -571,15 +571,15 @@ test_fail(lambda: observe(one, one, one, torch.ones(1, 3), resolution="full"), c
 # ## Assumptions, and where they break
 #
 # - *Reliability is one number per token.* $\bar\lambda_j$ averages the precision over features **[P]**; a token that is sure of half its features and unsure of the rest looks like one that is half sure of all.
-# - *The reliability of $h_j$ stands for that of $v_j = W_V\,\mathrm{norm}(h_j)$.* The value projection mixes and rescales features. That the scale is wrong matters little where scatter dominates ($\kappa S$ against $\kappa^2 s_0^2$), and the learned initial precision can absorb it **[D]**.
-# - *A token is one of its own neighbours.* It sees itself, so its own precision comes back as part of the observation, and the update counts it twice: a token alone, certain by 7, observes with precision 7 and believes by 14, at a gain of one half. The paper's attention keeps the diagonal, as the transformer does **[P]**; to leave it out one passes a mask.
+# - *The reliability of $h_j$ stands for that of $v_j = W_V\,\mathrm{norm}(h_j)$.* The value projection mixes and rescales features. A wrong scale matters little where the scatter dominates the claim ($\kappa S$ against $\kappa^2 s_0^2$), and the learned initial precision can absorb it **[D]**.
+# - *A token is one of its own neighbours.* It sees itself, so its own precision comes back as part of the observation, and the update counts it twice: a token alone, with precision 7, observes itself with precision 7 and ends with 14, at a gain of one half. The paper's attention keeps the diagonal, as the transformer does **[P]**; to leave the diagonal out, pass a mask.
 # - *No dropout on the weights.* Dropping weights breaks $\sum_j w_{tj} = 1$, on which unbiasedness (chapter 10) rests: the layer of chapter 22 drops features of $e_t$ instead **[D]**.
-# - The blocked rung has no second derivative, and gives no gradient to a floating-point mask; it says so.
+# - The blocked rung has no second derivative, and gives no gradient to a floating-point mask; asking for either is an error.
 #
 # ## Summary
 #
 # - Attention is kriging: four moments per query give mean and precision of an observation.
-# - The moments are one matrix product with $[v, v^2, 1/\bar\lambda]$, so they can be had block by block, with memory linear in the length.
+# - The moments are one matrix product with $[v, v^2, 1/\bar\lambda]$, so they can be computed block by block, with memory linear in the length.
 # - A query without keys has no evidence: precision $10^{-30}$, which the update ignores.
 #
 # ## Exercises

@@ -15,7 +15,7 @@
 #| default_exp layer
 
 # %% [markdown]
-# **So far** attention observes (chapter 20), the Kalman update weighs what it saw (chapter 12), the feed-forward network predicts (chapter 13).
+# **So far** attention observes (chapter 20), the Kalman update weighs what attention saw (chapter 12), and the feed-forward network predicts (chapter 13).
 # **Now** the three are joined, on one `Belief` that each takes and each returns.
 # **Why** this needs a chapter: attention observes *per head, in value space*, while the belief lives *in the residual stream*. Two small maps are missing: from a belief to the reliability of a token, and from heads back to the stream.
 
@@ -72,12 +72,12 @@ assert_same((lam1 + lam2) / 2, (lam1, lam2), lambda *x: reliability(Belief(torch
 # %% [markdown]
 # ## Out of attention: from heads to the stream
 #
-# The means of the $H$ heads, one behind the other in a vector $e$, leave through the output projection with matrix $W_O$ and bias $b_O$: feature $i$ of the stream receives $o_i = \sum_k W_{O,ik}\, e_k + b_{O,i}$, where $k$ runs over the value dimensions of all heads.
+# The means of the $H$ heads, concatenated into a vector $e$, pass through the output projection with matrix $W_O$ and bias $b_O$: feature $i$ of the stream receives $o_i = \sum_k W_{O,ik}\, e_k + b_{O,i}$, where $k$ runs over the value dimensions of all heads.
 # A linear map of independent variables adds variances with squared weights:
 #
 # $$\operatorname{Var}(o_i) = \sum_k W_{O,ik}^2 \,\operatorname{Var}(e_k), \qquad \lambda_{\text{obs},i} = 1/\operatorname{Var}(o_i). \tag{21.2}$$
 #
-# The paper says that several heads are supported **[P]**; that their variances add this way, as if value dimensions were independent, is our choice **[D]**. The projection also turns the unit [v] into [h]. For two dimensions with correlation $\rho$ SymPy shows what the independence leaves out:
+# The paper says that several heads are supported **[P]**; that their variances add this way, as if value dimensions were independent, is our choice **[D]**. The projection also turns the unit [v] into [h]. For two dimensions with correlation $\rho$, SymPy shows what assuming independence leaves out:
 
 # %%
 w1, w2 = sp.symbols("w1 w2", real=True)
@@ -87,7 +87,7 @@ weights, covariance = sp.Matrix([[w1, w2]]), sp.Matrix([[s1**2, rho * s1 * s2], 
 prove((weights * covariance * weights.T)[0] - (w1**2 * s1**2 + w2**2 * s2**2 + 2 * rho * w1 * w2 * s1 * s2))
 
 # %% [markdown]
-# With $\rho = 0$ this is (21.2). A row of zeros in $W_O$, at which some networks start, makes $o_i$ a constant, known for certain; its variance is kept above $10^{-12}$ **[D]**, so that its gain is one and not $\infty/\infty$. In the isotropic resolution (chapter 20) all dimensions of a head share a variance, and their squared weights can be summed first: a $d \times H$ matrix instead of $d\times d$.
+# With $\rho = 0$ this is (21.2). A row of zeros in $W_O$, with which some networks are initialised, makes $o_i$ a constant, known for certain; its variance is kept at $10^{-12}$ at least **[D]**, so that its gain is one and not $\infty/\infty$. In the isotropic resolution (chapter 20) all dimensions of a head share a variance, and their squared weights can be summed first: a $d \times H$ matrix instead of $d\times d$.
 
 
 # %%
@@ -112,7 +112,7 @@ def project(
 
 
 # %% [markdown]
-# Formula and function are held together, in value and derivative. First two heads with one dimension each, then one head with two dimensions that share a variance:
+# Formula and function are compared in value and derivative, first for two heads with one dimension each, then for one head with two dimensions that share a variance:
 
 # %%
 v1, v2 = sp.symbols("v1 v2", positive=True)
@@ -130,7 +130,7 @@ assert_same(1 / (w1**2 * v1 + w2**2 * v2), (w1, w2, v1, v2), torch.vmap(lambda *
 assert_same(1 / ((w1**2 + w2**2) * v1), (w1, w2, v1), torch.vmap(lambda *x: projected(1, *x)))
 
 # %% [markdown]
-# A row of zeros says its bias, and is sure of it:
+# A row of zeros reports its bias, and is sure of it:
 
 # %%
 closed = project(Observation(torch.ones(1, 1, 1, 2), torch.ones(1, 1, 1, 2), torch.ones(1, 1, 1)), torch.tensor([[1.0, 1.0], [0.0, 0.0]]), torch.tensor([0.0, 3.0]))
@@ -139,7 +139,7 @@ update(certain(torch.zeros(1, 1, 2)), closed).mean
 # %% [markdown]
 # ## The step
 #
-# Everything is here. A layer, between its normalisations, is three lines:
+# All parts are in place. A layer, between its normalisations, is three lines:
 #
 # ```python
 # observation = project(observe(q, k, v, reliability(belief)), W_O)   # attention observes
@@ -171,7 +171,7 @@ class Step(NamedTuple):
 # ## A worked step
 #
 # Four tokens with two features in one causal sequence. The third is badly known ($\lambda = 0.1$), and the fourth contradicts all before it. One head, all projections the identity, a feed-forward network that does nothing, process noise $Q = 0.2$.
-# The identity makes the head report a level, and an update wants the innovation $e = z - h$ (12.3), so the level that each token holds already is subtracted; in a trained layer that is for $W_O$ and the value projection to learn.
+# With identity projections the head reports a level, whereas an update wants the innovation $e = z - h$ (12.3), so we subtract the level that each token already holds. In a trained layer, $W_O$ and the value projection have to learn this. @fig-step follows the precision of one feature through the step.
 
 # %%
 h = torch.tensor([[[1.0, 0.0], [1.2, 0.1], [0.0, 0.0], [3.0, 2.0]]])
@@ -200,13 +200,13 @@ plt.show()
 Step(prior, observation, seen.n_eff, posterior, predicted).gain[0, :, 0]
 
 # %% [markdown]
-# The badly known token has the largest gain: it believes what it sees. And it is worth a tenth of another token to those who look at it.
+# These are the gains of the four tokens. The badly known one has the largest: it believes what it sees. And to the tokens that look at it, it is worth a tenth of another token.
 #
-# Does a *rare item* behave like the third token? Not by this arithmetic: that depends on which initial precision the item has learned. The paper reports the opposite, higher initial precision and lower gain for rare items **[P]**. It is a question for the experiments.
+# Does a *rare item* behave like the third token? This arithmetic does not say: the answer depends on which initial precision the item has learned. The paper reports the opposite, higher initial precision and lower gain for rare items **[P]**. Which of the two holds is a question for the experiments.
 #
 # ## Normalisation in the stream
 #
-# A pre-norm layer normalises only what it feeds to attention and network; the stream itself is untouched. A post-norm layer, the older arrangement, normalises the stream, and the belief must pass through. By the delta method of chapter 13, with $J$ now the diagonal of the norm's own Jacobian (13.4), without the 1 of a residual branch **[D]**:
+# A pre-norm layer normalises only what it feeds to attention and network; the stream itself is untouched. A post-norm layer, the older arrangement, normalises the stream, and the belief must pass through the norm. The rule is the delta method of chapter 13, with $J$ now the diagonal of the norm's own Jacobian (13.4), without the 1 of a residual branch **[D]**:
 #
 # $$h \to \operatorname{norm}(h), \qquad \lambda_i \to \frac{\lambda_i}{J_i^2}, \qquad J_i = \frac{\partial \operatorname{norm}(h)_i}{\partial h_i}. \tag{21.3}$$
 

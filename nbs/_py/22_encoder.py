@@ -49,7 +49,7 @@ use_style()
 # ## Where precision starts
 #
 # Each token needs a precision before the first layer, $\tau > 0$ [h⁻²]. The paper names two ways: one number per item, or a small network on the embedding **[P]**. A constant is the third, for comparison **[D]**.
-# All three learn $\log\tau$, which may be any number. (An *item* is what a sequence consists of in Part III; read "word" if you come from language.)
+# All three learn $\log\tau$, which may be any real number. (An *item* is what a sequence consists of in Part III; read "word" if you come from language.)
 
 
 # %%
@@ -96,14 +96,14 @@ class ItemPrecision(nn.Module):
 
 
 # %% [markdown]
-# It can start from log item frequency **[P]**. A reason for it: what has been seen often is known well (the mean of $n$ readings has a precision proportional to $n$, chapter 10), and the logarithm keeps rare items within reach of training. The 2 inside it leaves something to an item never seen. Here for items seen 0, 10 and 1,000 times:
+# The precision per item can start from log item frequency **[P]**. A reason for this: what has been seen often is known well (the mean of $n$ readings has a precision proportional to $n$, chapter 10), and the logarithm keeps rare items within reach of training. The 2 that is added to the count leaves a positive precision to an item never seen. Here are the values for items seen 0, 10 and 1,000 times:
 
 # %%
 counts = torch.tensor([0.0, 10.0, 1000.0])
 ItemPrecision(3, (2 + counts).log()).tau.detach()
 
 # %% [markdown]
-# It is a start, not a result: the paper finds that rare items *end* with the higher precision **[P]**. The other two ways:
+# This is a start, not a result: the paper finds that rare items *end* with the higher precision **[P]**. The other two ways:
 
 
 # %%
@@ -203,7 +203,7 @@ def _heads(
 
 
 # %% [markdown]
-# `observe` may shift all values by a constant near them (chapter 20). The value of an average token, whose normalised features are all zero, is one that depends on no token at all:
+# `observe` may shift all values by a constant near them (chapter 20). One such constant that depends on no token at all is the value of an average token, whose normalised features are all zero:
 
 
 # %%
@@ -241,7 +241,7 @@ def _network_jacobian(
 
 
 # %% [markdown]
-# Last, the layout. Torch takes batches first or second, or a single sequence without a batch; one function brings all of them to (b, t, d) and back.
+# Last, the layout. Torch takes the batch as first or second axis, or a single sequence without a batch; one function brings all of them to (b, t, d) and back.
 
 # %%
 #| exports
@@ -315,7 +315,7 @@ def _check_sizes(d_model: int, nhead: int, dim_feedforward: int, dropout: float)
 
 
 # %% [markdown]
-# The class joins them. Its only parameter of its own is `raw_noise`, one number per feature, whose softplus is the process noise $Q$ **[P]**. It starts at $Q = 0.1$ **[D]**: no belief then leaves the prediction with a precision above 10 (chapter 13).
+# The class joins the two branches. The only parameter it adds is `raw_noise`, one number per feature, whose softplus is the process noise $Q$ **[P]**. It starts at $Q = 0.1$ **[D]**: no belief then leaves the prediction with a precision above 10 (chapter 13).
 # The options after the star take the layer apart, one idea at a time. Read `step` first: it is the three lines of chapter 21, with the norms of a post-norm layer between them.
 
 
@@ -397,7 +397,7 @@ class BFTEncoderLayer(nn.TransformerEncoderLayer):
 # %% [markdown]
 # ## The encoder
 #
-# A stack of layers through which one belief runs. The precision that leaves the last layer feeds nothing in an ordinary model, so the last process noise would never get a gradient (and distributed training would complain): it stays at its start, frozen.
+# A stack of layers through which one belief runs. The precision that leaves the last layer feeds nothing in an ordinary model, so the last layer's process noise would never get a gradient (and distributed training would complain): it stays frozen at its initial value.
 
 # %%
 #| exports
@@ -444,7 +444,7 @@ class BFTEncoder(nn.TransformerEncoder):
 
 
 # %% [markdown]
-# Parameters of precision live on a logarithmic scale, on which one unit is a factor of $e$; embeddings move by hundredths. They therefore deserve a learning rate of their own, and no weight decay (which would pull $\tau$ towards one). This names them:
+# Parameters of precision live on a logarithmic scale, on which one unit is a factor of $e$; embeddings move by hundredths. They therefore deserve a learning rate of their own, and no weight decay (which would pull $\tau$ towards one). This function yields them:
 
 # %%
 #| exports
@@ -489,13 +489,13 @@ with torch.no_grad():
     _, steps = filter_(Belief(x[:1].expand(2, 5, 16), lam), with_intermediates=True)
 
 # %% [markdown]
-# All tokens listen to it less: in the first layer the effective sample size, averaged over heads and tokens, falls by most of a key.
+# All tokens listen to token 3 less: in the first layer the effective sample size, averaged over heads and tokens, falls by most of a key.
 
 # %%
 steps[0].n_eff.mean((1, 2))
 
 # %% [markdown]
-# And it listens to the others more:
+# And token 3 listens to the others more (@fig-gain):
 
 # %%
 #| label: fig-gain
@@ -524,10 +524,10 @@ test_fail(lambda: ItemPrecision(3, -1.0), contains="positive")
 # %% [markdown]
 # ## Assumptions, and where they break
 #
-# - Gradients do not flow through the Jacobian by default (`jacobian="full"` lets them): the network is trained for its prediction, not for making its own slope small **[D]**, and it is cheaper.
+# - Gradients do not flow through the Jacobian by default (`jacobian="full"` lets them): the network is trained for its prediction, not for making its own slope small **[D]**, which is also cheaper.
 # - The Jacobian is that of the network without dropout.
-# - With `kalman=False` the gain is off its optimum, and by Joseph's form (12.5) only $\lambda_{\text{obs}}$ would be left of the precision. The option changes the mean alone, so that an ablation changes one thing **[D]**; the `gain` of `Step` then is the gain that was not applied.
-# - `kriging=False` takes reliability out of attention altogether: the weights are plain, and the prior of $\lambda_{\text{obs}}$ (chapter 11) knows no reliability either. With both switches off the second has no effect **[D]**.
+# - With `kalman=False` the gain is off its optimum, and by Joseph's form (12.5) only $\lambda_{\text{obs}}$ would be left of the precision. The option changes the mean alone, so that an ablation changes one thing **[D]**; the `gain` of `Step` is then the gain that was not applied.
+# - `kriging=False` takes reliability out of attention altogether: the weights are plain, and the prior of $\lambda_{\text{obs}}$ (chapter 11) knows no reliability either. With `kalman=False` as well, this second change has no effect on the mean **[D]**.
 # - Dropout acts on $e$, not on the weights; a comparison with torch's layer must keep that difference in mind, and the recommendation experiment has a row for it.
 #
 # ## Summary
@@ -548,6 +548,6 @@ added, total = layer.raw_noise.numel(), sum(p.numel() for p in layer.parameters(
 added, added / total
 
 # %% [markdown]
-# One number per feature, 0.7 % here. At width 64 with a network of 256 it is 0.13 % of a layer, and it falls with the width. The paper states less than 0.1 % extra parameters **[P]**. Where precision starts decides whether a model keeps to that: `ItemPrecision` adds one number per item to the $d$ of its embedding, 1.6 % of the table at width 64; `MLPPrecision` adds a fixed number however many items there are.
+# One number per feature, 0.7 % here. At width 64 with a network of 256 it is 0.13 % of a layer, and it falls with the width. The paper states less than 0.1 % extra parameters **[P]**. Whether a model keeps to that depends on where its precision starts: `ItemPrecision` adds one number per item to the $d$ of its embedding, 1.6 % of the table at width 64; `MLPPrecision` adds a fixed number however many items there are.
 #
 # </details>

@@ -20,8 +20,10 @@
 # K = \frac{\lambda^{\text{obs}}}{\lambda + \lambda^{\text{obs}}}, \qquad h' = h + K \circ e, \qquad \lambda' = \lambda + \lambda^{\text{obs}}
 # $$
 #
+# Here $e$ is what attention reports, $\lambda^{\text{obs}}$ the precision of that report, and $\circ$ the product element by element.
+#
 # This book proves each of these steps in SymPy, turns each proved formula into the function of the library `bft_nb` that you can import, and asks on real
-# interactions whether it helps. A result that contradicts the paper is printed as plainly as one that agrees.
+# interactions whether the layer helps. A result that contradicts the paper is printed as plainly as one that agrees.
 #
 # ## The smallest case
 #
@@ -33,7 +35,7 @@ gain = observed / (precision + observed)
 gain * 2.0, precision + observed
 
 # %% [markdown]
-# Eight tenths of the way, and you end up surer than before. The ordinary residual connection always moves all the way, as if it knew nothing: gain 1. That is the case in which nothing is held
+# You move eight tenths of the way (1.6 of 2.0), and end up surer than before (precision 1.25). The ordinary residual connection always moves all the way, with gain 1, as if nothing were held
 # with any certainty.
 #
 # ## The layer in five lines
@@ -60,7 +62,7 @@ gain * 2.0, precision + observed
 # | IV. Language | 40–43 | How does a pretrained Llama become a filter without forgetting, how is it taught from noisy answers, and what do gates and attention sinks have to do with it? |
 # | V. Experiments | | Does it help, where, and does the learned precision mean anything? |
 #
-# What came of it stands on one page: [What holds?](experiments/claims.ipynb) The experiments on fine-tuned language models are not finished yet: their pages show the first rows.
+# The results are on one page: [What holds?](experiments/claims.ipynb) The experiments on fine-tuned language models are not finished yet: their pages show the first rows.
 #
 # ## How to read
 #
@@ -69,7 +71,7 @@ gain * 2.0, precision + observed
 # Every chapter has the same shape: a case with numbers, a claim, its proof, the function, a test, a picture, the ways it fails, a summary, exercises with answers that run.
 # A blue bar beside a cell means that its code is part of the library.
 #
-# What the paper says and what we derived or chose ourselves are told apart wherever it matters.
+# Wherever it matters, a mark tells apart what the paper says (**[P]**) and what we derived or chose ourselves (**[D]**).
 #
 # ## How to run
 #
