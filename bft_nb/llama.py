@@ -31,14 +31,13 @@ from transformers import initialization as init
 from transformers.masking_utils import eager_mask, sdpa_mask
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
-from .attention import Moments, moments_blocked
-from .core import Belief, at_least_float32, check_option, check_positive
+from .attention import Moments, augmented, moments_blocked, read_moments
+from .core import Belief, at_least_float32, check_option, check_positive, check_precision
 from .dynamics import gated_ffn_jacobian, predict, standardise
 from .encoder import MLPPrecision
 from .kalman import gain, update
-from .kriging import kriging_variance
 from .layer import reliability
-from .reml import observation_variance, scatter
+from .reml import observation_variance
 
 # %% ../nbs/40_llama.ipynb #cdb75e94
 LEAST, MOST = 1e-12, 1e12  # variances and precisions are kept between, [h²] or [h⁻²]
@@ -244,15 +243,14 @@ class Query(NamedTuple):
 # %% ../nbs/40_llama.ipynb #10a97e82
 def attend_explicit(a: Query) -> tuple[Tensor, Moments, Tensor]:  # e (b, h, t, k), moments, weights w
     "Kriging with the tempered weights (40.2), every weight in memory."
-    logits = a.q @ a.k.mT * a.scaling
-    if a.mask is not None:
-        logits = logits + a.mask
-    logits = logits + a.beta_a * a.log_lam_bar[:, None, None]
+    bias = a.beta_a * a.log_lam_bar[:, None, None]
+    logits = a.q @ a.k.mT * a.scaling + (bias if a.mask is None else a.mask + bias)
     w = logits.softmax(-1, dtype=torch.promote_types(a.q.dtype, torch.float32))
     e = F.dropout(w.to(a.q.dtype), a.dropout) @ a.v
     with torch.autocast(w.device.type, enabled=False):
-        s = scatter(w, a.v).mean(-1, keepdim=True)
-        return e, Moments(e, s, kriging_variance(w, a.log_lam_bar.exp()[:, None]), w.square().sum(-1)), w
+        v = a.v.to(w.dtype)
+        out = w @ augmented(v - v[..., :1, :].detach(), a.log_lam_bar.exp()[:, None], diagonal=False)
+        return e, read_moments(out, torch.linalg.vector_norm(w, dim=-1).square(), v.shape[-1])._replace(e=e), w
 
 # %% ../nbs/40_llama.ipynb #6f90fcb5
 def attend_blocked(a: Query) -> tuple[Tensor, Moments, None]:  # e (b, h, t, k), moments
@@ -284,6 +282,7 @@ def bft_attention(module, query, key, value, attention_mask, scaling, dropout=0.
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    check_precision(filtering.log_lam_bar.exp(), "lam_bar")
     bft = filtering.bft
     e, moments, w = attend(Query(query, key, value, filtering.log_lam_bar, bft.beta_a, attention_mask, scaling, dropout if module.training else 0.0))
     with torch.autocast(e.device.type, enabled=False):

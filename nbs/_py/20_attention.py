@@ -265,6 +265,34 @@ class _BlockedMoments(torch.autograd.Function):
 BLOCK = 64  # queries per block: 64 × 2048 weights of one head are half a megabyte, and stay in cache
 
 
+# %% [markdown]
+# What the weights are applied to, $V^+$, and how the moments are read off $wV^+$, is the same whoever computes the weights:
+
+# %%
+#| exports
+def augmented(
+    v: Float[Tensor, "b h j kv"],  # values, [v]
+    lam_bar: Float[Tensor, "b #h j"],  # λ̄ > 0, [h⁻²]
+    diagonal: bool,  # S per value dimension, or its mean
+) -> Float[Tensor, "b h j c"]:
+    "V⁺: the values, their squares (or the mean of these), and 1/λ̄, side by side."
+    second = v.square() if diagonal else v.square().mean(-1, keepdim=True)
+    return torch.cat([v, second, lam_bar.reciprocal().unsqueeze(-1).expand(*v.shape[:-1], 1)], -1)
+
+
+# %%
+#| exports
+def read_moments(
+    out: Float[Tensor, "b h t c"],  # w V⁺, of `augmented`
+    kappa: Float[Tensor, "b h t"],  # κ = Σ w²
+    width: int,  # kv
+) -> Moments:
+    "The moments (20.1) in $wV^+$ and κ."
+    e, second, s2_0 = out.split([width, out.shape[-1] - width - 1, 1], -1)
+    square = e.square() if second.shape[-1] > 1 else e.square().mean(-1, keepdim=True)
+    return Moments(e, (second - square).clamp_min(0), s2_0.squeeze(-1), kappa)
+
+
 # %%
 #| exports
 def moments_blocked(
@@ -280,14 +308,9 @@ def moments_blocked(
 ) -> Moments:
     "Equation (20.1) without a T × T table: equal to `moments_explicit` up to rounding."
     ones, reliability = torch.ones_like(q[..., :1]), lam_bar.unsqueeze(-1).expand(*k.shape[:-1], 1)
-    second = v.square() if diagonal else v.square().mean(-1, keepdim=True)
-    values = torch.cat([v, second, reliability.reciprocal()], -1)
-    out, kappa = _BlockedMoments.apply(
-        torch.cat([q, ones], -1), torch.cat([k, reliability.log()], -1), values, mask, bias, is_causal, block
-    )
-    e, second, s2_0 = out.split([v.shape[-1], second.shape[-1], 1], -1)
-    square = e.square() if diagonal else e.square().mean(-1, keepdim=True)
-    return Moments(e, (second - square).clamp_min(0), s2_0.squeeze(-1), kappa)
+    q, k = torch.cat([q, ones], -1), torch.cat([k, reliability.log()], -1)
+    out, kappa = _BlockedMoments.apply(q, k, augmented(v, lam_bar, diagonal), mask, bias, is_causal, block)
+    return read_moments(out, kappa, v.shape[-1])
 
 
 # %%

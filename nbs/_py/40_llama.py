@@ -73,14 +73,13 @@ from transformers import initialization as init
 from transformers.masking_utils import eager_mask, sdpa_mask
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
-from bft_nb.attention import Moments, moments_blocked
-from bft_nb.core import Belief, at_least_float32, check_option, check_positive
+from bft_nb.attention import Moments, augmented, moments_blocked, read_moments
+from bft_nb.core import Belief, at_least_float32, check_option, check_positive, check_precision
 from bft_nb.dynamics import gated_ffn_jacobian, predict, standardise
 from bft_nb.encoder import MLPPrecision
 from bft_nb.kalman import gain, update
-from bft_nb.kriging import kriging_variance
 from bft_nb.layer import reliability
-from bft_nb.reml import observation_variance, scatter
+from bft_nb.reml import observation_variance
 
 # %%
 import tempfile
@@ -409,7 +408,7 @@ class Keys:
 #
 # transformers lets a library register an attention function by name; rotary positions, grouped heads and normalised queries have been dealt with when it is called. The mask needs registering under the same name: for a name without a mask function there is silently no mask.
 #
-# The explicit form computes the mean $e$ by the very operations of transformers' own explicit attention, in the same order, so that $\beta_a = 0$ adds an exact zero and nothing changes, to the last bit. The moments of (20.1) come from the functions of chapters 10 and 11.
+# The explicit form computes the mean $e$ by the very operations of transformers' own explicit attention, in the same order, so that $\beta_a = 0$ adds an exact zero and nothing changes, to the last bit. The moments of (20.1) are those of chapter 20: one more product with the table of weights, and its rows' norms. (The table is by far the largest thing here, and every further pass over it costs as much as the softmax.)
 
 # %%
 #| exports
@@ -430,15 +429,14 @@ class Query(NamedTuple):
 #| exports
 def attend_explicit(a: Query) -> tuple[Tensor, Moments, Tensor]:  # e (b, h, t, k), moments, weights w
     "Kriging with the tempered weights (40.2), every weight in memory."
-    logits = a.q @ a.k.mT * a.scaling
-    if a.mask is not None:
-        logits = logits + a.mask
-    logits = logits + a.beta_a * a.log_lam_bar[:, None, None]
+    bias = a.beta_a * a.log_lam_bar[:, None, None]
+    logits = a.q @ a.k.mT * a.scaling + (bias if a.mask is None else a.mask + bias)
     w = logits.softmax(-1, dtype=torch.promote_types(a.q.dtype, torch.float32))
     e = F.dropout(w.to(a.q.dtype), a.dropout) @ a.v
     with torch.autocast(w.device.type, enabled=False):
-        s = scatter(w, a.v).mean(-1, keepdim=True)
-        return e, Moments(e, s, kriging_variance(w, a.log_lam_bar.exp()[:, None]), w.square().sum(-1)), w
+        v = a.v.to(w.dtype)
+        out = w @ augmented(v - v[..., :1, :].detach(), a.log_lam_bar.exp()[:, None], diagonal=False)
+        return e, read_moments(out, torch.linalg.vector_norm(w, dim=-1).square(), v.shape[-1])._replace(e=e), w
 
 
 # %% [markdown]
@@ -479,6 +477,7 @@ def bft_attention(module, query, key, value, attention_mask, scaling, dropout=0.
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    check_precision(filtering.log_lam_bar.exp(), "lam_bar")
     bft = filtering.bft
     e, moments, w = attend(Query(query, key, value, filtering.log_lam_bar, bft.beta_a, attention_mask, scaling, dropout if module.training else 0.0))
     with torch.autocast(e.device.type, enabled=False):
