@@ -17,7 +17,7 @@
 # %% [markdown]
 # **So far** a layer that tracks how well it knows each token. **Now** a world in which we know how well each token *can* be known.
 # **Why**: on real data nobody can say whether a learned precision is right. Here every item carries a true reliability, every user a true noise level, and the best possible
-# predictor is a short piece of filtering. It also needs no download, so everything in the book that learns from interactions runs on it. The construction is ours [D].
+# predictor is a filter of a few lines. It also needs no download, so everything in the book that learns from interactions runs on it. The construction is ours [D].
 
 # %%
 #| exports
@@ -39,8 +39,8 @@ use_style()
 # %% [markdown]
 # ## The smallest case
 #
-# A reader of crime novels buys four books in a year: two crime novels, a birthday present, and another crime novel. A birthday present says nothing about the next purchase.
-# A shop that knows that the gift-wrapped atlas is mostly a present, *reliability* $\rho = 0.2$, should weigh it less than a crime novel with $\rho = 0.9$:
+# A reader of crime novels buys four books in a year: two crime novels, a birthday present, and another crime novel. The present, an atlas, says nothing about the next purchase.
+# The *reliability* $\rho$ of an item is the probability that its appearance means something. A shop that knows that atlases are mostly presents, $\rho = 0.2$, should weigh this one less than a crime novel with $\rho = 0.9$:
 
 # %%
 rho = {"crime novel": 0.9, "atlas": 0.2}
@@ -138,7 +138,7 @@ assert_same(posterior.subs(p, 1), (r, pi, pi_bar), signal_probability, lo=0.05, 
 #
 # $$\mu_c = \frac{1}{\bar\pi}\sum_{i \in c} p_i\rho_i. \tag{29.4}$$
 #
-# We start from habits (stay; move to a favourite next cluster; seldom, jump anywhere) and scale rows and columns in turn until the joint distribution of two successive clusters has both margins $\mu$
+# We start from habits (stay; move to a favourite next cluster; rarely, jump anywhere) and scale rows and columns in turn until the joint distribution of two successive clusters has both margins $\mu$
 # [@sinkhorn1967concerning]. Dividing by $\mu$ gives $A$.
 
 
@@ -198,7 +198,7 @@ cluster_share(np.array([0, 0.5, 0.25, 0.25]), np.array([0, 0.9, 0.5, 0.2]), np.a
 # %% [markdown]
 # ## The world
 #
-# Everything that is true in it, as plain arrays. Items are numbered from 1, and 0 is padding in every table of the book, so tables indexed by item have $n+1$ rows (axis `padded`).
+# Everything that is true in this world, as plain arrays. Items are numbered from 1, and 0 is padding in every table of the book, so tables indexed by item have $n+1$ rows (axis `padded`).
 
 # %%
 #| exports
@@ -233,7 +233,7 @@ class World(NamedTuple):
 # %% [markdown]
 # ### Drawing it
 #
-# Every random number is a uniform one from a seeded generator, turned into a choice by its cumulative distribution: the same seed gives the same world on every machine.
+# Every random choice starts from a uniform number of a seeded generator and is read off the cumulative distribution, so the same seed gives the same world on every machine.
 
 
 # %%
@@ -387,8 +387,8 @@ world.items[:2]
 # %% [markdown]
 # ### Is it as claimed?
 #
-# In a large draw, the share of signal among the appearances of each item must be $\rho_i$ and the share of each item $p_i$. Counts are binomial, so the differences in units of their
-# standard error should look like a standard normal: mean 0, standard deviation 1 (a little more, because the events of one user belong together).
+# In a large draw, the share of signal among the appearances of each item must be $\rho_i$, and the item's share of all events $p_i$, up to chance. Counts are binomial, so the differences in units of their
+# standard error should look like a standard normal: mean 0, standard deviation 1 (a little more, because the events of one user are not independent). @fig-reliability shows the first of the two shares, item by item.
 
 
 # %%
@@ -421,7 +421,7 @@ plt.show()
 # %% [markdown]
 # ## The best possible predictor
 #
-# The cluster is hidden, the items are seen: a hidden Markov model, and its forward filter [@rabiner1989tutorial] is the exact Bayesian predictor. With $b$ the belief about the
+# The cluster is hidden and the items are seen, so this is a hidden Markov model, and its forward filter [@rabiner1989tutorial] is the exact Bayesian predictor. With $b$ the belief about the
 # cluster at the next event,
 #
 # $$b \leftarrow A^\top\,\frac{b \circ \ell(i)}{b^\top \ell(i)}, \qquad \ell_z(i) = \pi_u P(i \mid \text{signal}, z) + (1-\pi_u) P(i \mid \text{noise}). \tag{29.5}$$
@@ -449,7 +449,7 @@ def filter_clusters(
 
 
 # %% [markdown]
-# Two users of the same noise, one event each: the more reliable the item, the further the belief goes from the stationary one.
+# Two users with the same noise level, one event each: the more reliable the item, the further the belief moves away from the stationary distribution.
 
 # %%
 emit = emission(world.popularity, world.reliability, world.item_cluster, 20)
@@ -521,7 +521,7 @@ rate(np.array([[9.0, 3.0, 2.0, 1.0]]), np.array([2]), k=1), rate(np.array([[9.0,
 
 # %% [markdown]
 # The ceiling knows everything but the future. Reliability enters it twice: it weighs the history (29.5), which is what a tracked precision can do, and it says which item a purposeful user
-# picks next (29.2), which any output embedding can learn. So each may be handed a *believed* reliability instead of the true one.
+# picks next (29.2), which any output embedding can learn. So the function below takes, for either use, a *believed* reliability in place of the true one.
 
 
 # %%
@@ -582,9 +582,9 @@ def ladder(
 {name: (round(r.hr, 4), round(r.ndcg, 4)) for name, r in ladder(big).items()}
 
 # %% [markdown]
-# The last step is small here: one or two parts in a hundred. The even spread has few items that nearly always mislead, and a transition that forgets half of the past each step repairs most mistakes.
-# With two kinds of items the last step is several times larger. So equal accuracy with and without a tracked precision refutes nothing in the first world, and the second is the one in which an advantage must show.
-# Even there it need not: attention may learn to look away from a misleading item without any precision.
+# The last step of this ladder is small: one or two parts in a hundred. When reliabilities are spread evenly, few items mislead nearly always, and a chain that forgets half of the past at each step repairs most mistakes.
+# With two kinds of items the last step is several times larger (@fig-ladder). So equal accuracy with and without a tracked precision refutes nothing in the first world; the second is the one in which to look for an advantage.
+# Even there it need not appear: attention may learn to look away from a misleading item without any precision.
 
 # %%
 def filter_gain(h, two, seed):
@@ -642,7 +642,7 @@ constant = np.zeros((200, 201))
 #
 # ## Exercises
 #
-# **1.** What does the filter do at an item that is pure noise, $\rho_i \to 0$?
+# **1.** What does the filter do when it meets an item that is pure noise, $\rho_i \to 0$?
 #
 # <details><summary>Answer</summary>
 #

@@ -16,7 +16,7 @@
 
 # %% [markdown]
 # **So far** a layer and a synthetic world. **Now** the data a recommender learns from, real or synthetic, in one form.
-# **Why**: most disagreements between published numbers come from here: another filter, another order of ties, another split. So every data set is checked against its published
+# **Why**: most disagreements between published numbers come from the data: a different filter, a different order of ties, a different split. So every data set is checked against its published
 # statistics on each load, and every split carries a hash.
 
 # %%
@@ -47,7 +47,7 @@ use_style()
 # %% [markdown]
 # ## The smallest case
 #
-# Three readers, eight purchases. The rows of a shop's table come in any order and with ids of its own:
+# Three readers, eight purchases. The rows of a shop's table come in any order and with the shop's own ids:
 
 # %%
 shop = pd.DataFrame({
@@ -63,7 +63,7 @@ shop
 #
 # ## Sequences
 #
-# Many users, each with a list of items of their own length: one flat array, and the places where each user begins. Items are numbered from 1; 0 is padding and never an item.
+# The users' lists differ in length, so they stand one after the other in one flat array, beside the places where each user begins. Items are numbered from 1; 0 is padding and never an item.
 
 # %%
 #| exports
@@ -278,7 +278,7 @@ def position_column(
 
 
 # %% [markdown]
-# Then the order: users as they first appear, and within a user by time, ties by position, then as in the file. Items are numbered in the order of their ids.
+# Then the order: users as they first appear; the events of a user by time, at equal times by position, and otherwise as in the file. Items are numbered in the order of their ids.
 
 
 # %%
@@ -353,7 +353,7 @@ test_fail(lambda: from_frame(shop.assign(book=None), "reader", "book"), contains
 # %% [markdown]
 # ### From a file
 #
-# An id such as `0205616461` is text that looks like a number. Reading it as a number loses the zero, so in CSV files a column of ids becomes integers only if every value survives the round trip.
+# An id such as `0205616461` is text that looks like a number. Reading it as a number loses the leading zero, so in CSV files a column of ids becomes integers only if every value survives the round trip.
 
 
 # %%
@@ -494,8 +494,8 @@ repeats(Examples(np.array([0, 1], np.int32), two, np.array([1, 4], np.int32)))
 # %% [markdown]
 # ## Splits
 #
-# A split says what may be learned from and what is asked. Its **hash** is a fingerprint of exactly that: kind of split, every training sequence, every history and every target. Items enter by
-# the order in which they appear, so the hash is the same whatever ids a copy of the data uses, on every machine.
+# A split says which events a model may learn from and which questions it is asked. Its **hash** is a fingerprint of exactly that: kind of split, every training sequence, every history and every target. Items enter it numbered
+# in the order in which they appear, so the hash is the same whatever ids a copy of the data uses, on every machine.
 
 
 # %%
@@ -544,7 +544,7 @@ def with_hash(
 # %% [markdown]
 # ### Leave one out
 #
-# The last item of each user is the test target, the last but one the validation target, the rest is for training [@kang2018sasrec]. It needs three events.
+# The last item of each user is the test target, the last but one the validation target, the rest is for training [@kang2018sasrec]. So a user needs at least three events.
 
 
 # %%
@@ -605,7 +605,7 @@ split = leave_one_out(small, short="drop")
 [(split.test.histories[n].tolist(), int(t)) for n, t in enumerate(split.test.targets)], split.dropped
 
 # %% [markdown]
-# Renaming ids leaves the hash; another order changes it:
+# Renaming ids leaves the hash as it is; a different order changes it:
 
 # %%
 renamed = from_frame(shop.replace({"A7": "zz"}), "reader", "book", timestamp="day")
@@ -616,7 +616,7 @@ other = from_frame(shop.iloc[::-1], "reader", "book", timestamp="day")
 # %% [markdown]
 # ### The same world, seen less often
 #
-# A claim about sparse data wants one data set at several densities, all else equal. Removing users or items would change who is asked; removing *events* does not, if the last two of each user, the targets, and the one before them stay. The random numbers belong to the events, so a thinner set is contained in a thicker one.
+# A claim about sparse data needs one data set at several densities, all else equal. Removing users or items would change who is asked what. Removing *events* does not, as long as each user keeps the last two, which are the targets, and the one before them. Every event has its own random number, so a thinner set is contained in a thicker one.
 
 
 # %%
@@ -648,8 +648,8 @@ test_fail(lambda: thin(whole, 1.5), contains="got 1.5")
 # %% [markdown]
 # ### Global time
 #
-# Leave-one-out lets a model learn from events that lie after some test targets. A split at two moments does not: everything before the first is for training; a user's first event
-# after it is a validation target, the first event after the second moment a test target, each with all that came before it as history.
+# Leave-one-out lets a model learn from events that lie after some test targets. A split at two moments does not. Everything before the first moment is for training. A user's first event
+# between the two is a validation target, the first event after the second a test target; the history of a target is all that came before it.
 
 
 # %%
@@ -709,7 +709,7 @@ by_time.settings, [by_time.train[n].tolist() for n in range(len(by_time.train))]
 # %% [markdown]
 # ## Popularity, counted on train only
 #
-# How popular a target is must be counted without the target. Strata are cut at quantiles of the items' counts, and items of one count always share a stratum, so a stratum can be empty; edges and sizes are part of the report.
+# How popular a target is must be counted without the target. Items are grouped into *strata*, cut at quantiles of their counts. Items with the same count always share a stratum, so a stratum can be empty; edges and sizes are therefore part of the report.
 
 
 # %%
@@ -939,7 +939,7 @@ def forget(
 
 
 # %% [markdown]
-# A file that was cut off on its way, from a publisher who states neither its length nor its checksum, is known for what it is only when it is read; cut at the end of a line, only when its events are counted. It must not stay in the cache then.
+# Where a publisher states neither length nor checksum, a download that was cut off shows only when it is read or, if cut at the end of a line, when its events are counted. Such a file must not stay in the cache.
 
 
 # %%
@@ -998,7 +998,7 @@ def load(
 # %% [markdown]
 # ### The synthetic world, as interactions
 #
-# All items keep their number, also one that never occurs, so that row $i$ of the world's truth is row $i$ of a model's embedding.
+# All items keep their number, even one that never occurs, so that row $i$ of the world's truth is row $i$ of a model's embedding.
 
 
 # %%
@@ -1031,6 +1031,8 @@ data.n_users, data.n_items, data.n_interactions, round(data.density, 3)
 
 # %% [markdown]
 # ## The protocol beside each number
+#
+# Results can be compared only if they agree in this row:
 
 
 # %%
@@ -1079,9 +1081,11 @@ def describe(
 describe("synthetic")
 
 # %% [markdown]
-# Repeats are many here because users return to clusters of ten items. Results on this world are therefore ranked over all items, seen ones included.
+# There are many repeats here because users return to clusters of ten items. Results on this world are therefore ranked over all items, seen ones included.
 #
 # ## What the popularity strata look like
+#
+# Edges and sizes in the synthetic world, and in @fig-strata the counts behind them (Q0: the rarest):
 
 # %%
 split = leave_one_out(data)
@@ -1111,8 +1115,8 @@ plt.show()
 #
 # ## Summary
 #
-# - Every table becomes `Interactions`: sequences of items from 1, own ids, times where known.
-# - `load` looks in `BFT_DATA`, then the cache, then at the publisher's, and verifies exact statistics.
+# - Every table becomes `Interactions`: sequences of items numbered from 1, the owner's ids, times where known.
+# - `load` looks in `BFT_DATA`, then in the cache, then at the publisher, and verifies the exact statistics.
 # - A `Split` carries its hash, its ties and what was dropped; popularity is counted on train only.
 #
 # ## Exercises

@@ -61,7 +61,7 @@ histories = torch.tensor([[2, 5, 1], [4, 0, 0]])
 
 
 # %% [markdown]
-# The filler carries no information, so it must have no influence: not its amount, not its side. Everything in this chapter that looks like bookkeeping serves that one requirement.
+# The filler carries no information, so it must have no influence, neither by its amount nor by its side. Everything in this chapter that looks like bookkeeping serves that one requirement.
 #
 # ## One side for the padding
 #
@@ -137,7 +137,7 @@ def filter_encoder(
 
 
 # %% [markdown]
-# What it adds are a process noise per feature and layer (that of the last layer is fixed, since no observation follows it):
+# What it adds is a process noise per feature and layer (that of the last layer is fixed, since no observation follows it):
 
 # %%
 extra = dict(filter_encoder(64, 2, 2, 64, 0.0).named_parameters())
@@ -145,7 +145,7 @@ extra = dict(filter_encoder(64, 2, 2, 64, 0.0).named_parameters())
 
 
 # %% [markdown]
-# A filter needs a precision to start from. It belongs to the item (how much does this item's embedding tell?), is computed from the embedding, or is one number for all [@bft2026]:
+# A filter needs a precision to start from. This $\tau$ either belongs to the item (how much does this item's embedding tell?), or is computed from the embedding, or is one number for all [@bft2026]:
 
 
 # %%
@@ -167,7 +167,7 @@ def initial_precision(
 
 
 # %% [markdown]
-# $\tau$ per item "can start from log item frequency" [P]. Our reading [D]: a prior that is worth as much as the item is known, $\tau_i \propto \log(2 + n_i)$ for $n_i$ training interactions, scaled to geometric mean one so that the common level stays where a start at one has it. The two keeps $\tau$ positive for an item never seen.
+# $\tau$ per item "can start from log item frequency" [P]. Our reading [D]: the better an item is known, the more its prior is worth. We take $\tau_i \propto \log(2 + n_i)$ for $n_i$ training interactions, scaled to geometric mean one, so that the common level is that of a start at $\tau = 1$ for all. The 2 keeps $\tau$ positive for an item never seen.
 
 # %%
 #| exports
@@ -195,11 +195,11 @@ test_fail(lambda: inspect.unwrap(frequency_precision)(np.array([0, -1])), contai
 # %% [markdown]
 # ## What every backbone does
 #
-# Item embedding plus learned position, dropout, encoder. The score of item $i$ after position $t$ is the inner product with the item's own embedding [@kang2018sasrec]:
+# The item's embedding plus a learned position, then dropout, then the encoder. The score of item $i$ after position $t$ is the inner product with the item's own embedding [@kang2018sasrec]:
 #
 # $$x_t = \sqrt d\, m_{i_t} + p_t, \qquad r_{ti} = h_t^\top m_i \tag{31.2}$$
 #
-# The same $m$ serves at both ends with two jobs: large enough to be heard beside the position at the input, small enough for scores near zero at the start. The factor $\sqrt d$ at the input, which the authors' program has too, reconciles them: at the start an item is heard $\sqrt d$ times louder than its position.
+# The same $m$ serves at both ends and has two jobs: at the input it must be large enough to be heard beside the position, at the output small enough for scores near zero at the start of training. The factor $\sqrt d$ at the input, which the authors' program has too, reconciles the two: at first an item is heard $\sqrt d$ times louder than its position.
 #
 # Initialisation [D]: embeddings and positions $\mathcal N(0, 0.02^2)$, the padding row zero, the layers as torch makes them. Positions count from the first item of the (cut) history.
 
@@ -232,7 +232,7 @@ def check_filter_options(
 
 
 # %% [markdown]
-# Training makes inputs and labels of whole sequences. The common way is to predict, after each item, the next one: the labels are the sequence moved by one place.
+# Training makes inputs and labels from whole sequences. The common way is to predict, after each item, the next one: the labels are the sequence shifted by one place.
 
 # %%
 #| exports
@@ -249,7 +249,7 @@ next_item(torch.tensor([[2, 5, 1], [4, 3, 0]]))
 
 
 # %% [markdown]
-# The rest is common ground. A backbone adds three things: its encoder, what the encoder is told about who may look at whom (`visible`), and, if it does not learn by next items, its own `training_batch`.
+# The rest is the same for all. A backbone adds three things: its encoder, what the encoder is told about which position may look at which (`visible`), and, if it does not learn by next items, its own `training_batch`.
 
 # %%
 #| exports
@@ -422,7 +422,7 @@ class Backbone(nn.Module, PyTorchModelHubMixin):
 # %% [markdown]
 # ## SASRec
 #
-# The first backbone is (31.1) and (31.2) and nothing else; mask and scores are the authors' [@kang2018sasrec]. GELU for their ReLU, torch's pre-norm layer (`norm_first=False`: post-norm), positions counted from the first item, and a sampled softmax for their binary cross-entropy with one negative are ours **[D]**: all three backbones share them, so that they differ in what they are named for.
+# The first backbone is (31.1) and (31.2) and nothing else; mask and scores are the authors' [@kang2018sasrec]. Ours are GELU in place of their ReLU, torch's pre-norm layer (`norm_first=False`: post-norm), positions counted from the first item, and a sampled softmax in place of their binary cross-entropy with one negative **[D]**. All three backbones share these choices, so that they differ in what they are named for.
 
 # %%
 #| exports
@@ -476,7 +476,7 @@ torch.testing.assert_close(model.scores(state, listed), model.scores(state).gath
 # %% [markdown]
 # ## What must not matter
 #
-# The side and the amount of padding, and the company in the batch:
+# The side and the amount of padding, and the other histories in the batch:
 
 # %%
 alone = model(torch.tensor([[2, 5, 1]]))
@@ -494,7 +494,7 @@ model.last(torch.zeros(1, 4, dtype=torch.long)).abs().max()
 # %% [markdown]
 # ## The past does not know the future
 #
-# Replace one item of a history and see which states move. With twelve positions:
+# Replace one item of a history and see which states move. @fig-causal does so for each of twelve positions:
 
 # %%
 import matplotlib.pyplot as plt
@@ -538,7 +538,7 @@ degenerate.load_state_dict(model.state_dict(), strict=False)
 torch.testing.assert_close(degenerate(histories), model(histories), atol=1e-6, rtol=1e-5)
 
 # %% [markdown]
-# So it does where the norms stand behind the branches:
+# The same holds for post-norm layers, where the norms come after the branches:
 
 # %%
 post, post_filter = (SASRec(n_items=6, max_length=5, d=8, norm_first=False, **kind).eval() for kind in ({}, dict(bft=True, kriging=False, kalman=False)))
@@ -553,7 +553,7 @@ tracked = SASRec(n_items=6, max_length=5, d=8, bft=True).eval()
 [tuple(p.shape) for p in precision_parameters(tracked)]
 
 # %% [markdown]
-# One number per item and a noise per feature and layer. And the gain of the first layer, position by position, for Ida: a first item has only itself to observe, later ones have more evidence:
+# These are one number per item, and a noise per feature and layer. Next, the gain of the first layer, position by position, for Ida: a first item has only itself to observe, later ones have more evidence:
 
 # %%
 belief, steps = tracked.filter(histories[:1])
@@ -568,7 +568,7 @@ steps[0].gain.mean(-1).detach()
 # $$\mathcal L = -\sum_{t \in \mathcal M} \log p\big(i_t \mid i_{\setminus \mathcal M}\big), \qquad t \in \mathcal M \text{ with probability } \rho \tag{31.3}$$
 #
 # To predict the future, append a mask to the history: the blank to be filled is the next item.
-# Training rarely leaves the last place blank and nothing else, and prediction always does, so with a small probability a sequence hides its last item alone, as the authors' program does for one in eleven. Every chosen item is replaced by the mask, as in the authors' runs (language models leave or swap some). A sequence in which nothing was chosen hides its last item.
+# Prediction leaves the last place blank and nothing else, which masking at random rarely does. So with a small probability a sequence hides its last item alone, as the authors' program does for one sequence in eleven. Every chosen item is replaced by the mask, as in the authors' runs (language models leave or swap some). A sequence in which nothing was chosen hides its last item.
 
 # %%
 #| exports
@@ -596,10 +596,10 @@ cloze(histories, 7, 0.5, 0.1, torch.Generator().manual_seed(1))
 
 
 # %% [markdown]
-# Positions, padding and scores are those of the other backbones, with one more position so that a full history has room for the mask. Padding needs care again: without the triangle it would be looked at, so it is hidden as a key. (An entirely empty row keeps one visible key, or the softmax over nothing would be NaN; its states are blanked anyway.)
-# The layers are pre-norm by default, as SASRec's, so that the two differ in what they look at and what they learn from; `norm_first=False` gives the post-norm layers of the original. Its extra output layer and item biases are left out for the same reason **[D]**.
+# Positions, padding and scores are those of the other backbones, with one more position so that a full history has room for the mask. Padding needs care again: without the triangle it would be looked at, so it is hidden as a key. (An entirely empty row keeps one visible key, because a softmax over nothing is NaN; its states are set to zero in any case.)
+# The layers are pre-norm by default, as SASRec's, so that the two differ in what they look at and what they learn from; `norm_first=False` gives the post-norm layers of the original. The original's extra output layer and item biases are left out for the same reason **[D]**.
 #
-# BERT4Rec learns from $\rho T$ positions of a sequence where SASRec learns from $T$, and its task changes every epoch: it needs several times as many epochs [@petrov2022bert4rec]. Give `fit` a patience of 20 or more, where SASRec is content with 5.
+# BERT4Rec learns from $\rho T$ positions of a sequence where SASRec learns from $T$, and its task changes every epoch, so it needs several times as many epochs [@petrov2022bert4rec]. Give `fit` a patience of 20 or more, where SASRec is content with 5.
 
 # %%
 #| exports
@@ -668,7 +668,7 @@ bert = BERT4Rec(n_items=6, max_length=5, d=8).eval()
 bert.append_mask(histories)
 
 # %% [markdown]
-# Here the future does change the past, and that is the point. The experiment of the causal figure again:
+# Here the future does change the past, and that is the point. The experiment of @fig-causal again:
 
 # %%
 torch.manual_seed(1)
@@ -689,7 +689,7 @@ plt.show()
 assert float(moved_both.min()) > 0
 
 # %% [markdown]
-# The filtering form is again a change of layers. The mask has a precision of its own, the last entry of $\log\tau$: a blank has much to learn from its neighbours and little to tell them, and training may say so by lowering it.
+# The filtering form is again a change of layers. The mask has a precision of its own, the last entry of $\log\tau$: a blank has much to learn from its neighbours and little to tell them, and training can express this by lowering that precision.
 
 # %%
 bert_filter = BERT4Rec(n_items=6, max_length=5, d=8, bft=True, kriging=False, kalman=False).eval()
@@ -700,11 +700,11 @@ bert_filter.precision.tau
 # %% [markdown]
 # ## HSTU: counting instead of averaging
 #
-# A softmax averages: ten similar neighbours say no more than one. HSTU [@zhai2024] replaces it by a pointwise SiLU, so that the neighbours' number is heard:
+# A softmax averages: ten similar neighbours say no more than one. HSTU [@zhai2024] replaces it by a pointwise SiLU, so that the number of neighbours is heard:
 #
 # $$a_{tj} = \frac1N \operatorname{SiLU}\big(q_t\cdot k_j + b_{t-j} + b_{\text{time}(t,j)}\big), \qquad j \le t \tag{31.4}$$
 #
-# $b_{t-j}$ is one learned number per distance, and there is an optional one per interval of time. $N$ is a constant, the longest history, as in the authors' program: the padded length of a batch would let the company in the batch matter. The inner product is not divided by $\sqrt k$.
+# $b_{t-j}$ is one learned number per distance, and there is an optional one per interval of time. $N$ is a constant, the longest history, as in the authors' program: with the padded length of the batch in its place, a history's result would depend on its company. The inner product is not divided by $\sqrt k$.
 
 # %%
 #| exports
@@ -724,7 +724,7 @@ pointwise_relevance(torch.ones(3, 3), 3).sum(-1)
 
 
 # %% [markdown]
-# Time enters by the logarithm of the seconds between two items, since a minute and two differ more than a year and a year and a minute. The base 1.35 is that of the authors' program. The interval runs between two items of the history; theirs takes the time of the item to be predicted as known, ours does not **[D]**.
+# Time enters by the logarithm of the seconds between two items, since one minute and two minutes differ more than a year and a year plus one minute. The base 1.35 is that of the authors' program. Our interval runs between two items of the history; theirs takes the time of the item to be predicted as known, which ours does not **[D]**.
 
 # %%
 #| exports
@@ -741,7 +741,7 @@ def time_bucket(
 time_bucket(torch.tensor([[0, 60, 3600, 86400, 31536000]]), 128)[0, :, 0]
 
 # %% [markdown]
-# What leaves attention is a sum of unknown size, so the layer has a norm of its own behind it; then a gate $u$, computed from the token itself, decides feature by feature what to let through. There is no feed-forward network:
+# What leaves attention is a sum of unknown size, so the layer normalises it once more. Then a gate $u$, computed from the token itself, decides feature by feature what to let through. There is no feed-forward network:
 #
 # $$[u, v, q, k] = \operatorname{SiLU}\big(W\operatorname{norm}(h)\big), \qquad h' = h + W_O\Big(\operatorname{norm}\Big(\sum_j a_{tj} v_j\Big) \circ u_t\Big) + c \tag{31.5}$$
 #
@@ -806,7 +806,7 @@ hstu_layer.attend(h, None)[1][0, 0]
 #
 # ### The filtering form
 #
-# **Reliability.** In $b_{tj} = a_{tj}\bar\lambda_j$ a factor common to all $\bar\lambda$ would scale the sum. The norm that follows removes it, but not quite, because of its $\varepsilon$, and a layer must not change because everyone became surer. Kriging is free of scale by its normaliser; here we divide by the mean over the keys a query may see **[D]**:
+# **Reliability.** With weights $b_{tj} = a_{tj}\bar\lambda_j$ a factor common to all $\bar\lambda$ would scale the sum. The norm that follows removes this factor, but because of its $\varepsilon$ not quite, and a layer must not change when all keys become surer alike. In kriging the normaliser removes it; here we divide by the mean over the keys a query may see **[D]**:
 #
 # $$b_{tj} = a_{tj}\, \frac{\bar\lambda_j}{\frac1t \sum_{i \le t}\bar\lambda_i} \tag{31.6}$$
 #
@@ -826,7 +826,7 @@ prove(relative(c * l1, c * l2) - relative(l1, l2)), prove(relative(c, c) - (a1 +
 
 
 # %% [markdown]
-# **Variance.** Chapter 14 gives the sandwich, the claim of the tracked precision and their posterior (14.5), all per head and value dimension. Written with its functions:
+# **Variance.** Chapter 14 gives the sandwich variance, the variance that the tracked precision claims, and the posterior of the two (14.5), all per head and value dimension. Written with the functions of that chapter:
 
 # %%
 def observe_by_chapter_14(a, lam_bar, v, nu0=1.0):
@@ -839,7 +839,7 @@ def observe_by_chapter_14(a, lam_bar, v, nu0=1.0):
 
 
 # %% [markdown]
-# That passes over the table of weights a dozen times. All it needs from the table are sums, and three matrix products give them all when columns are appended to the values: $b$ times $[v, 1]$, $|b|$ times $[v, 1]$, and $b^2$ times $[v^2, v, 1, 1/\bar\lambda]$. The division by the typical reliability waits until the sums are there.
+# This version passes over the table of weights a dozen times. But all it needs from the table are sums, and three matrix products give them all when columns are appended to the values: $b$ times $[v, 1]$, $|b|$ times $[v, 1]$, and $b^2$ times $[v^2, v, 1, 1/\bar\lambda]$. The division by the typical reliability waits until the sums are there.
 
 # %%
 #| exports
@@ -872,7 +872,7 @@ def signed_moments(
 
 
 # %% [markdown]
-# Training may make a query deaf: $\mathrm{SiLU}(x) \approx x e^{x}$ for $x \ll 0$, and squares of such weights vanish in float32 long before the weights do. Everything here is homogeneous in $b$ (mean of degree one, variance of degree two, centre and $\kappa$ of degree zero), so each query's weights are measured in units of their largest, and the unit is put back at the end. Without that, gradients are infinite or undefined from weights of about $10^{-12}$ on, and HSTU's filter diverged on Beauty at a learning rate of .006.
+# Training may make a query deaf, that is, drive all its weights towards zero: $\mathrm{SiLU}(x) \approx x e^{x}$ for $x \ll 0$, and squares of such weights vanish in float32 long before the weights do. Everything here is homogeneous in $b$ (mean of degree one, variance of degree two, centre and $\kappa$ of degree zero), so each query's weights are measured in units of their largest, and the unit is put back at the end. Without that, gradients are infinite or undefined from weights of about $10^{-12}$ on, and HSTU's filter diverged on Beauty at a learning rate of .006.
 
 # %%
 #| exports
@@ -946,7 +946,7 @@ seen.n_eff[0, 0].detach(), seen.mean[0, 0, :, 0].detach(), seen.precision[0, 0, 
 #
 # $$1/\lambda_{obs} = (W_O \circ W_O)\big((J \circ u)^2 \circ V\big) \tag{31.7}$$
 #
-# It is kept above $10^{-12}$, as in chapter 21, so that a closed gate gives a large precision and no infinite one. A head all of whose relevances vanish says zero for certain; if all heads do, nothing was observed.
+# This variance is kept above $10^{-12}$, as in chapter 21, so that a closed gate gives a large precision rather than an infinite one. A head whose relevances all vanish says zero for certain; if this is so in all heads, nothing was observed.
 
 # %%
 #| exports
@@ -967,7 +967,7 @@ def gated_precision(
 
 
 # %% [markdown]
-# **Predict.** HSTU has no feed-forward network, hence no dynamics besides staying where one is: $J = 0$, and process noise alone moves the belief on, $1/\lambda'' = 1/\lambda' + Q$ **[D]**. (Reading the gated branch itself as dynamics would count it twice: it is the observation.)
+# **Predict.** HSTU has no feed-forward network, hence no dynamics: the state stays where it is, $J = 0$, and the prediction adds process noise alone, $1/\lambda'' = 1/\lambda' + Q$ **[D]**. (Reading the gated branch itself as dynamics would count it twice: it is the observation.)
 
 # %%
 #| exports
@@ -1112,6 +1112,8 @@ HSTU(n_items=6, max_length=5, d=8, bft=True).eval().filter(histories[:1])[1][0].
 
 # %% [markdown]
 # ## By name
+#
+# The backbones, and how many parameters each has with its defaults and 100 items:
 
 # %%
 #| exports
@@ -1124,7 +1126,7 @@ BACKBONES: dict[str, type[Backbone]] = {"sasrec": SASRec, "bert4rec": BERT4Rec, 
 # %% [markdown]
 # ## How it fails
 #
-# A history longer than the positions cover is refused, because silently dropping items is a decision: the batches of `bft_nb.training` make it and keep the most recent `max_length`.
+# A history longer than the positions cover is refused, because which items to drop is a decision, and a model should not make it in silence. The batches of `bft_nb.training` do make it: they keep the most recent `max_length`.
 
 # %%
 test_fail(lambda: model(torch.ones(1, 6, dtype=torch.long)), contains="longer than max_length=5")
@@ -1150,7 +1152,7 @@ one.n_eff[0, :, 0].detach(), bool(torch.isfinite(one.observation.precision).all(
 # - Time enters SASRec and BERT4Rec only as order: a pause of a minute and one of a year look alike. HSTU reads the times if it is given `time_buckets` and the data have them.
 # - The positions are learned, so a model trained on short histories has never seen the later ones.
 # - BERT4Rec is trained on blanks anywhere and asked at the end. A state of one of its *items* is not a prediction of the next one; only the mask's is.
-# - HSTU keeps the relevances of all pairs in memory, $B H T^2$ numbers, and its filtering form some more: at $T = 200$ and 128 histories of two heads, 41 MB for each such table. A blocked form, as chapter 20 has for softmax, is possible and not done.
+# - HSTU keeps the relevances of all pairs in memory, $B H T^2$ numbers, and its filtering form some more: at $T = 200$ and 128 histories of two heads, 41 MB for each such table. A blocked form, like that of chapter 20 for softmax, is possible but has not been written.
 # - Plain HSTU is the cheapest of the three, and its filter costs relatively most: about 2.2 times the plain step on a CPU (d = 64, two layers), against 1.3 for SASRec and BERT4Rec, because a signed sum needs three products with the weights where a mean needs one.
 # - The variance behind HSTU's norm is the delta method's, and treats features as independent. Where the sum is small beside the norm's $\varepsilon$, as in an untrained layer, the norm is nearly linear and the approximation is good.
 #
@@ -1180,7 +1182,7 @@ torch.testing.assert_close(bag.last(torch.tensor([[2, 5, 1]])), bag.last(torch.t
 #
 # <details><summary>Answer</summary>
 #
-# The softmax gives each a tenth of the weight, and the mean stays. The sum is ten times as large. Behind the norm it matters only in company: ten copies of one value drown a second value that is heard once, in proportion ten to one, where the softmax with logits of one kind would say the same.
+# The softmax gives each a tenth of the weight, and the mean stays. The sum is ten times as large. Behind the norm the number matters only where there is a second value: ten copies of one value then drown another that is heard once, in proportion ten to one, as a softmax over equal logits would.
 
 # %%
 ten, value = torch.ones(1, 10), torch.full((10, 1), 3.0)

@@ -56,7 +56,7 @@ targets = torch.tensor([1, 4, 6])
 
 
 # %% [markdown]
-# By hand: Ida's item has the highest score, rank 1. Bo's is beaten by items 5, 2 and 3, rank 4. Cy's model says the same of everything: the items share ranks 1 to 6, and the fair answer is their average, 3.5.
+# By hand: Ida's item has the highest score, rank 1. Bo's is beaten by items 5, 2 and 3, rank 4. Cy's model gives every item the same score: the items share ranks 1 to 6, and the fair answer is their average, 3.5.
 # A rank is an integer here, so a half is rounded up, never in the model's favour: 4.
 #
 # ## A rank in one pass
@@ -181,7 +181,7 @@ def hit_rate(
 
 
 # %% [markdown]
-# Discounted gain [@jarvelin2002ndcg]: a hit at the top is worth 1, further down less. The ideal list has the one item first, so the normaliser is 1:
+# Normalised discounted cumulative gain [@jarvelin2002ndcg]: a hit at the top is worth 1, further down less. The ideal list has the one relevant item first, so the normaliser is 1:
 #
 # $$\mathrm{NDCG@}K = \frac{\mathbb 1[\operatorname{rank} \le K]}{\log_2(1 + \operatorname{rank})} \tag{32.3}$$
 
@@ -305,6 +305,8 @@ metric.compute()
 
 # %% [markdown]
 # ## The protocol beside the number
+#
+# The choices behind a number belong beside it, in one sentence:
 
 
 # %%
@@ -330,7 +332,7 @@ protocol(split="leave-one-out 1f3a", n_items=6, filter_seen=True, max_length=50,
 # %% [markdown]
 # ## How sure
 #
-# Means hide the rare, so results are also given by the popularity of the target; and a stratum of rare items has few hits. A hit rate is a proportion: Wilson's interval [@wilson1927] stays inside $[0, 1]$ and is honest at zero hits.
+# A mean over all users hides the rare items, so results are also given by the popularity of the target. A stratum of rare items has few hits, so it needs an interval. A hit rate is a proportion: Wilson's interval [@wilson1927] stays inside $[0, 1]$ and is honest at zero hits.
 
 
 # %%
@@ -405,7 +407,7 @@ by_stratum(found, strata, k=3)
 # %% [markdown]
 # ## Is A better than B?
 #
-# Both models rank the same users, so their difference is taken user by user and the users are drawn again with replacement [@efron1993bootstrap]:
+# Both models rank the same users, so their difference is taken user by user, and the users are resampled with replacement [@efron1993bootstrap]:
 
 
 # %%
@@ -509,7 +511,7 @@ def paired_bootstrap(
 
 
 # %% [markdown]
-# Two models that differ only by chance, on a thousand users each, and the same with a real improvement for one user in twenty:
+# On a thousand users, two models that differ only by chance, and a model against one that really improves on it for one user in twenty:
 
 # %%
 rng = np.random.default_rng(3)
@@ -518,7 +520,7 @@ ranks_c = torch.where(torch.from_numpy(rng.random(1000) < 0.05), 1, ranks_a)
 paired_bootstrap(ranks_a, torch.from_numpy(rng.integers(1, 200, 1000)))["all"], paired_bootstrap(ranks_c, ranks_a)["all"]
 
 # %% [markdown]
-# `strata` may be names as well: whether a target repeats an item of the history, say, which makes it easy to hit where it is kept in the ranking and its seen rivals are not.
+# `strata` may be names as well, for instance whether a target repeats an item of the history. Such a target is easy to hit where it is kept in the ranking while its seen rivals are not.
 
 # %%
 again = np.where(np.arange(1000) < 60, "repeated", "new")
@@ -533,7 +535,7 @@ again = np.where(np.arange(1000) < 60, "repeated", "new")
 #
 # $$\mathrm{HR}_m\text{@}K = P\big(X < K\big), \qquad X \sim \mathrm{Hypergeometric}(N - 1,\ r - 1,\ m) \tag{32.5}$$
 #
-# so with $m = 100$ a rank of 600 among 12,000 becomes a hit almost always: the sampled metric no longer looks at the top of the list [@krichene2020sampled]. Model A finds the item for one user in ten and is lost for the others. Model B finds it for one in twenty-five and is vaguely right for the rest:
+# so with $m = 100$ a rank of 600 among 12,000 becomes a hit almost always: the sampled metric no longer looks at the top of the list [@krichene2020sampled]. @fig-sampled shows what this does to two models. Model A finds the item for one user in ten and is lost for the others. Model B finds it for one in twenty-five and is vaguely right for the rest:
 
 # %%
 import matplotlib.pyplot as plt
@@ -562,7 +564,7 @@ ax.legend()
 plt.show()
 
 # %% [markdown]
-# At $m = N - 1$ the sampled metric is the full one, and only that one is in this library:
+# At $m = N - 1$ the sampled metric is the full one, and only the full one is in this library:
 
 # %%
 assert np.isclose(sampled["A"][-1], (rank_a <= 10).mean()) and np.isclose(sampled["B"][-1], (rank_b <= 10).mean())
@@ -610,7 +612,7 @@ again.compute()
 #
 # ### 5 Strata counted on the wrong data
 #
-# Count popularity on all data and every target has been counted once by itself: the stratum "never seen in training" is empty by construction. Here item 2 occurs only in the test:
+# Count popularity on all data and every target has been counted once through itself: the stratum "never seen in training" is empty by construction. Here item 2 occurs only in the test:
 
 # %%
 everything = train_counts + np.bincount([2, 2, 2], minlength=7)
@@ -627,7 +629,7 @@ torch.testing.assert_close(torch.cat([ranks(scores[u : u + 1], targets[u : u + 1
 # %% [markdown]
 # ### 8 Choosing on the test
 #
-# Thirty epochs of a model that does not change, measured on 500 validation and 500 test users at a true hit rate of 8 %. The best test epoch is not a result; the test at the best *validation* epoch is:
+# Thirty epochs of a model that does not change, measured on 500 validation and 500 test users at a true hit rate of 8 %. The best test epoch (first number, a mean of 400 repetitions) is not a result; the test at the best *validation* epoch (second) is:
 
 # %%
 rng = np.random.default_rng(1)
@@ -638,7 +640,9 @@ round(float(test.max(1).mean()), 3), round(float(honest), 3)
 # %% [markdown]
 # ## Assumptions, and where they break
 #
-# One relevant item per user: with several, NDCG needs an ideal list and HR a definition. The average rank is the expected rank under random tie breaking, not the expected hit rate: in a catalogue smaller than $2K$ a constant model would be ranked inside $K$ for everybody, so $K$ must stay well below half the catalogue. Bootstrap intervals cover the choice of users, not the seed of the training: that takes several seeds.
+# - There is one relevant item per user: with several, NDCG needs an ideal list and HR a definition.
+# - The average rank is the expected rank under random tie breaking, not the expected hit rate: in a catalogue smaller than $2K$ a constant model would be ranked inside $K$ for everybody, so $K$ must stay well below half the catalogue.
+# - Bootstrap intervals cover the choice of users, not the seed of the training: that takes several seeds.
 #
 # ## Summary
 #

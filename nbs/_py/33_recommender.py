@@ -79,8 +79,8 @@ shares = torch.tensor([[0.90, 0.05, 0.05], [1 / 3, 1 / 3, 1 / 3]])
 shares.max(1).values
 
 # %% [markdown]
-# Are 90 % and 33 % the probabilities that they buy it? Nobody promised that. A network that is trained to the end is usually too sure of itself [@guo2017calibration], and the share knows nothing of how well the user's state is known.
-# A *confidence* is an estimate that has been held against what happened. We build it from two numbers.
+# Are 90 % and 33 % the probabilities that they buy it? Nobody promised that. A network that is trained to the end is usually too sure of itself [@guo2017calibration], and the share does not say how well the user's state is known.
+# A *confidence* is an estimate that has been checked against what happened. We build it from two numbers.
 #
 # **Sharpness.** How concentrated are the shares $p_i$ over the items that may be recommended? Minus their entropy:
 #
@@ -117,7 +117,7 @@ torch.testing.assert_close(sharpness(torch.tensor([[-torch.inf, 0.0, 0.0]])), -t
 #
 # $$c = \sigma(\beta_0 + \beta_S S + \beta_L L) \tag{33.3}$$
 #
-# Both numbers are standardised first. $\beta$ maximises the likelihood of the validation hits times a $\mathcal N(0, 1)$ prior on the two slopes, so a number that says nothing gets a slope near zero. By Newton's method, which needs the first two derivatives of a hit's log likelihood by $\eta = \beta_0 + \beta_S S + \beta_L L$:
+# Both numbers are standardised first. $\beta$ maximises the likelihood of the validation hits times a $\mathcal N(0, 1)$ prior on the two slopes, so a number that says nothing gets a slope near zero. It is found by Newton's method, which needs the first two derivatives of a hit's log likelihood by $\eta = \beta_0 + \beta_S S + \beta_L L$:
 
 # %%
 eta, y = sp.symbols("eta y", real=True)
@@ -180,7 +180,7 @@ def confidence(
 
 
 # %% [markdown]
-# Two thousand users, a quarter of them hit; the second kind of evidence is noise, and the regression says so:
+# Two thousand simulated users, a quarter of them hit; the second kind of evidence is noise, and the regression says so:
 
 # %%
 rng = np.random.default_rng(0)
@@ -228,7 +228,7 @@ def reliability_bins(
 # %% [markdown]
 # ## What a model says of a chunk of users
 #
-# Backbones differ in where the next item is predicted from (BERT4Rec appends a mask). The state and its log precision:
+# Backbones differ in the place from which the next item is predicted (BERT4Rec appends a mask). The user's state at that place, and its log precision:
 
 
 # %%
@@ -310,7 +310,7 @@ def score_chunk(
 
 
 # %% [markdown]
-# The first few candidates of each user. A user who has seen almost everything, or for whom few items compete, gets fewer than $k$:
+# The best $k$ candidates of each user. A user who has seen almost everything, or for whom few items compete, gets fewer than $k$:
 
 
 # %%
@@ -393,7 +393,7 @@ def judge(
 
 
 # %% [markdown]
-# From what they did follows what may be said at a given $k$:
+# What these users did next decides what confidence may be stated at a given $k$:
 
 # %%
 #| exports
@@ -427,7 +427,7 @@ def confidence_by(
 # %% [markdown]
 # ## From a table, and back to one
 #
-# **Own ids.** Integers or strings. Item $i$ of the model is entry $i - 1$ of the catalogue, which need not be sorted, because new items come at its end.
+# **Own ids.** Users and items keep the ids of the table, integers or strings. Item $i$ of the model is entry $i - 1$ of the catalogue, which need not be sorted, because new items come at its end.
 
 
 # %%
@@ -474,7 +474,7 @@ test_fail(lambda: own_ids([1, float("nan")], "items"), contains="1 of 2 ids are 
 
 
 # %% [markdown]
-# **Rows that occur twice.** The same user, item and time (of dates, the second) twice is one event written twice, and counted once. Without times nothing can be told apart, and a user may well choose an item twice: everything stays.
+# **Rows that occur twice.** Two rows with the same user, item and time (dates are compared to the second) are one event written twice, and counted once. Without times they cannot be told from a user who chose the item twice, so everything stays.
 
 
 # %%
@@ -492,7 +492,7 @@ def without_duplicates(
 
 
 # %% [markdown]
-# **Times** order the events of a user, and most backbones read nothing but that order. HSTU with `time_buckets` reads the intervals as well (chapter 31): in the unit of the column, of dates in seconds. Then every history must come with times; where nobody reads them they are forgotten here, and no file keeps them.
+# **Times** order the events of a user, and most backbones read nothing but that order. HSTU with `time_buckets` reads the intervals as well (chapter 31): in the unit of the column, or in seconds where the column holds dates. Every history must then come with times. Where the backbone does not read them they are dropped here, and no file keeps them.
 
 
 # %%
@@ -526,7 +526,7 @@ test_fail(lambda: as_read(as_read(pair, untimed), timed), contains="there are no
 
 
 # %% [markdown]
-# **What is learnt from what.** The last item of every user with three or more is held back: it stops the training and calibrates the confidence. Of users with two the second item is learnt from the first, and nothing is validated; users with one are only counted. When recommendations are made, everybody's whole history counts.
+# **What is learnt from what.** The last item of every user with three or more is held back: it chooses the epoch and calibrates the confidence. From users with two, the second item is learnt from the first, and nothing is validated; users with one are only counted. When recommendations are made, everybody's whole history counts.
 
 
 # %%
@@ -627,7 +627,7 @@ def unknown_report(
 
 
 # %% [markdown]
-# **Which items compete** is the caller's decision as well: only these (what is in stock), or all but those. Ids that the model does not know fall under the same policy.
+# **Which items compete** is the caller's decision as well: only some (`candidates`, such as what is in stock), or all but some (`exclude`). Ids that the model does not know fall under the same policy.
 
 
 # %%
@@ -674,7 +674,7 @@ competitors(["C3", "A7"], ["A7"], np.array(["A7", "B1", "C3"]), "error")
 test_fail(lambda: competitors(["C3", "Z9"], None, np.array(["A7", "B1", "C3"]), "error"), contains="candidates: 1 of 2 items the model does not know ('Z9')")
 
 # %% [markdown]
-# **A frame out**, in the library of the frame that came in:
+# **The answer is a frame**, in the library of the frame that came in:
 
 
 # %%
@@ -760,11 +760,11 @@ def history_of(
 # %% [markdown]
 # ## Growing a catalogue
 #
-# A new item has no interactions, so nothing is known of it: not where it lies, nor how much it tells. If nothing is said, its embedding is the mean $\bar m$ of all items. If it is said to be like some, it lies in their direction (the simplest kriging: equal weights), as far from the mean as they do on average **[D]**:
+# A new item has no interactions, so nothing is known of it: not where it lies, nor how much it tells. If the caller says nothing about it, its embedding is the mean $\bar m$ of all items. If the caller names $n$ items that it is like, it lies in their direction (the simplest kriging: equal weights), as far from the mean as they do on average **[D]**:
 #
 # $$m_{\text{new}} = \bar m + \ell\,\frac{a}{\lVert a\rVert}, \qquad a = \frac1n \sum_{j=1}^n (m_j - \bar m), \qquad \ell = \frac1n \sum_{j=1}^n \lVert m_j - \bar m\rVert \tag{33.4}$$
 #
-# The plain mean of the $n$, $\bar m + a$, would be the best guess of the embedding, and a poor one of the item's chances: directions that differ cancel, so it is the shorter the more items are named, and a score is an inner product. With many names it is in hardly anybody's list ([measured below](#new-items-measured)).
+# The plain mean of the $n$, $\bar m + a$, would be the best guess of the embedding, but a poor guess of the item's chances. Directions that differ cancel, so $a$ gets shorter the more items are named, and the scores, being inner products, get smaller with it. With many names the item is in hardly anybody's list ([measured below](#new-items-measured)).
 #
 # Its prior precision $\tau$ is the **least** $\tau$ that any item has learnt: "unknown" **[D]**. A user who chose it is then described by the rest of the history. (Where $\tau$ comes from a network on the embedding or is one constant, there is no number per item that could say "unknown"; the new item gets what the rule gives it.)
 
@@ -786,7 +786,7 @@ def placed_like(
 
 
 # %% [markdown]
-# Like one item it lies where that item lies; like two at a right angle, between them and as far out:
+# An item that is like one other lies where that one lies; one that is like two at a right angle, between them and as far out:
 
 # %%
 two = torch.tensor([[3.0, 1.0], [1.0, 3.0]])
@@ -879,7 +879,7 @@ def resembling(
 
 
 # %% [markdown]
-# **Items that training never saw** are as new as those. The newest items of a catalogue occur in nothing but held-out events, and would keep a place that was drawn at random and pushed about as a negative; they get the place and the precision of a new one instead.
+# **Items that training never saw** are as new as those. The newest items of a catalogue occur in nothing but held-out events. They would keep an embedding that was drawn at random and pushed about as a negative; instead they get the embedding and the precision of a new item.
 
 
 # %%
@@ -923,7 +923,7 @@ trained_items(from_lengths(np.array([3, 1]), np.array([1, 2, 4, 3])), n_items=5,
 #
 # - the **kriging weight** with which the state that makes the recommendation looked at that item (mean over heads), and the **precision** $\bar\lambda_j$ it saw there: in the first layer the item's own $\tau$, later how well the position is known by then;
 # - the **gain** $K$ with which the state moved towards what it saw, one number per layer;
-# - the **effect**: how much lower the score would be, had the user not chosen that item. It is computed by leaving the item out and asking again, so it is exact, for any model, and counts all layers at once. What is left of a history of one item is what the model says of an empty one.
+# - the **effect**: how much lower the score would be, had the user not chosen that item. It is computed by leaving the item out and asking again, so it is exact, for any model, and counts all layers at once. For a history of one item, what is left is an empty history, and the model's answer to it.
 #
 # Weights are not effects: an item may be looked at and change nothing. That is why both are in the table.
 
@@ -1040,7 +1040,7 @@ def explanation_columns(
 
 
 # %% [markdown]
-# And a picture of such a table. It needs matplotlib, which the recommender itself does not.
+# Such a table can be drawn as well. This needs matplotlib, which the recommender itself does not.
 
 
 # %%
@@ -1069,8 +1069,8 @@ def plot_explanation(
 # %% [markdown]
 # ## Training
 #
-# What is not said is taken from the study of Part V, which chose it on validation items **[D]**: a learning rate that falls linearly to zero, the dropout and learning rate that did best for the filtering layer on most of its sets (sparse ones; where each item has hundreds of events, as in MovieLens, a dropout of 0.2 did better), and its number of epochs.
-# A rate that falls is only worth something if it gets to the end, so nothing stops early then, and the best epoch is kept; at a constant rate a patience of 5 is enough, and BERT4Rec needs 20 (chapter 31).
+# Settings that the caller leaves open are taken from the study of Part V, which chose them on validation items **[D]**: a learning rate that falls linearly to zero, the dropout and learning rate that did best for the filtering layer on most of its sets (sparse ones; where each item has hundreds of events, as in MovieLens, a dropout of 0.2 did better), and its number of epochs.
+# A falling rate is worth something only if it gets to the end, so training does not stop early then, and the best epoch is kept. At a constant rate training stops after some epochs without improvement: a patience of 5 is enough, and BERT4Rec needs 20 (chapter 31).
 
 
 # %%
@@ -1132,7 +1132,7 @@ def trained(
 
 
 # %% [markdown]
-# What a fit says about itself. It is saved with the model:
+# A fit reports on itself, and the report is saved with the model:
 
 
 # %%
@@ -1162,8 +1162,8 @@ def training_report(
 
 
 # %% [markdown]
-# **Once more on everything.** The held-back items are the newest, and a model in use should know them. With `refit` a second one is trained from the same start on all events, for as many epochs as the best had (the rate falls to zero by then), and nothing is held back from it. So nothing can be learnt of its hits:
-# the validation and the calibration are those of the first **[D]**.
+# **Once more on everything.** The held-back items are the newest, and a model in use should know them. With `refit` a second model is trained from the same start on all events, for as many epochs as the best of the first took (the rate falls to zero by then). Nothing is held back from it, so nothing can be learnt of its hits:
+# the validation and the calibration are those of the first model **[D]**.
 
 
 # %%
@@ -1198,9 +1198,9 @@ def learn(
 # %% [markdown]
 # ## All of it in one object
 #
-# Everything above is functions of a model; the class keeps the model together with the ids, the histories and what the validation users did. With fewer than 50 validation users nothing can be said about calibration, and confidence is NaN.
+# Everything above is a function of a model; the class keeps the model together with the ids, the histories and what the validation users did. With fewer than 50 validation users nothing can be said about calibration, and confidence is NaN.
 #
-# Where other items compete than in training (`candidates`, `exclude`, another `filter_seen`), ranks and shares are others too, and what was learnt from them is no longer true. So the validation users (at most 2,000 of them) are asked again, among the items that compete now; the answer is kept until the question changes. A model that was refitted has seen their choices, and one saved without histories does not have them: there it is NaN.
+# Where other items compete than in training (`candidates`, `exclude`, another `filter_seen`), ranks and shares change too, and the calibration learnt from them no longer holds. So the validation users (at most 2,000 of them) are asked again, among the items that compete now; the answer is kept until the question changes. A model that was refitted has seen their choices, and one saved without histories does not have them; in both cases confidence is NaN.
 #
 # A plain backbone (`bft=False`) has no posterior. Its confidence is (33.3) without $L$, from sharpness alone; `confidence_from` says which it is.
 
@@ -1510,7 +1510,7 @@ recommender
 recommender.report["protocol"], recommender.report["validation"]
 
 # %% [markdown]
-# Any history, also of somebody new:
+# Any history will do, also that of somebody new:
 
 # %%
 recommender.recommend({"Ida": ["b3", "b50", "b7"], "Bo": ["b120"]}, k=3)
@@ -1518,7 +1518,7 @@ recommender.recommend({"Ida": ["b3", "b50", "b7"], "Bo": ["b120"]}, k=3)
 # %% [markdown]
 # ### Is the confidence true?
 #
-# Ten recommendations for every reader, and what they chose next. Five groups by confidence, least confident first:
+# Ten recommendations for every reader, and what they chose next. Five groups by confidence, least confident first, as a table and in @fig-calibration:
 
 # %%
 lists = recommender.recommend(k=10)
@@ -1582,7 +1582,7 @@ recommender.calibration().slopes.round(3)
 #
 # ### Why these?
 #
-# The reader with the most confident list, and the last five books they chose:
+# The reader with the most confident list, and the last five books they chose (the last twelve in @fig-explanation):
 
 # %%
 who = said.idxmax()
@@ -1609,7 +1609,7 @@ torch.testing.assert_close(layer.self_attn.out_proj(torch.einsum("hj,jhk->hk", w
 # %% [markdown]
 # ### Only what is in stock
 #
-# Half of the books are sold out. The lists keep their order, and others move up; the confidence is the probability that the next choice is on a list of ten *that are there*, so it is lower, and it is as true as before:
+# Half of the books are sold out. The other books keep their order and move up; the confidence is the probability that the next choice is on a list of ten *that are there*, so it is lower, and it is as true as before. The mean confidence, the hit rate, and the mean confidence among all books:
 
 # %%
 stock = recommender.item_ids[::2]
@@ -1624,7 +1624,7 @@ assert abs(in_stock.confidence.mean() - stock_hit.mean()) < 0.05
 # %% [markdown]
 # ### A new book
 #
-# It has no reader yet. Said to be like `b3` it is recommended where `b3` is, and a history that contains it can be read; as evidence it has the least precision there is:
+# It has no reader yet. Said to be like `b3`, it is recommended where `b3` is, and a history that contains it can be read. As evidence it has the least precision there is (second number; the third is the median of the others):
 
 # %%
 recommender.add_items(["new"], like={"new": ["b3"]})
@@ -1634,7 +1634,7 @@ recommender.recommend({"Ida": ["b3", "new"]}, k=2), float(tau[-1]), float(tau[:-
 # %% [markdown]
 # ### When, not only what
 #
-# So far the day of a choice has ordered the histories and was forgotten. HSTU with `time_buckets` reads how many days lie between two choices. In this world that says nothing, so nothing is gained by it, and training made little of it. But it is heard: three books in three days, and the same three over half a year, differ in the third digit of the scores.
+# So far the day of a choice has only ordered the histories. HSTU with `time_buckets` reads how many days lie between two choices. In this world that says nothing, so nothing is gained by it, and training made little of it. But it is heard: three books in three days, and the same three over half a year, get scores that differ in the third decimal.
 
 # %%
 by_time = Recommender("hstu", time_buckets=128, filter_seen=False, d=32, dropout=0.2, max_epochs=2).fit(past, user="reader", item="book", timestamp="day")
@@ -1643,7 +1643,7 @@ visits = pd.DataFrame([(who, book, day) for who, when in days.items() for book, 
 by_time.recommend(visits, k=3)
 
 # %% [markdown]
-# A mapping says no days, so such a recommender refuses it:
+# A mapping holds no days, so such a recommender refuses it:
 
 # %%
 test_fail(lambda: by_time.recommend({"Ida": ["b3", "b50", "b7"]}), contains="reads times, and there are none")
@@ -1651,7 +1651,7 @@ test_fail(lambda: by_time.recommend({"Ida": ["b3", "b50", "b7"]}), contains="rea
 # %% [markdown]
 # ### A plain backbone
 #
-# keeps no precision, so its confidence comes from sharpness alone and says so:
+# It keeps no precision, so its confidence comes from sharpness alone and says so:
 
 # %%
 plain = Recommender(bft=False, filter_seen=False, d=32, dropout=0.2, max_epochs=6).fit(past, user="reader", item="book", timestamp="day")
@@ -1665,7 +1665,7 @@ plain.confidence_from, log_loss(plain_said, plain_hit), float(plain_hit.mean()),
 #
 # ## On real data
 #
-# The same on MovieLens 100K [@harper2015movielens] and on Amazon's Beauty [@mcauley2015image]: a recommender with its own defaults, the last event of every user hidden, seen items filtered. The rows were stored by `benchmarks/recommender.py` (data set, `--seed`, `--plain`); this page reads them.
+# The same on MovieLens 100K [@harper2015movielens] and on Amazon's Beauty [@mcauley2015image]: a recommender with its own defaults, the last event of every user hidden, seen items filtered. The rows were stored by `benchmarks/recommender.py` (data set, `--seed`, `--plain`); this page reads them, and @fig-calibration-real draws them.
 
 # %%
 from bft_nb.report import choose, load_rows
@@ -1709,9 +1709,9 @@ assert all(bins[0].high < bins[-1].low for bins in real.values())
 {NAMES[name]: round(float(bins[-1].hit_rate / bins[0].hit_rate), 1) for name, bins in real.items()}
 
 # %% [markdown]
-# The level is too high, by a fifth of what is said on both. The hidden event lies one step further from the training data than the validation event from which the promise was learnt, and tastes move; besides, the validation users also chose the epoch.
+# On both data sets the level is too high, by a fifth of what is said. The hidden event lies one step further from the training data than the validation event from which the promise was learnt, and tastes move; besides, the validation users also chose the epoch.
 #
-# **What tells a hit from a miss?** Sharpness is the model's own certainty about the item, the log precision is the filter's about the user. Two rivals need no filter: the length of the history, and the popularity of its items (the mean log of their counts in training). The mean log loss in nats of forecasts learnt from each on the validation events, on the hidden ones, and in the last two columns what the log precision takes off it beyond the others, with a 95 % interval over users:
+# **What tells a hit from a miss?** Sharpness is the model's own certainty about the item, the log precision is the filter's about the user. Two rivals need no filter: the length of the history, and the popularity of its items (the mean log of their counts in training). The table gives the mean log loss in nats, on the hidden events, of forecasts learnt from each on the validation events. Its last two columns say what the log precision takes off this loss beyond the others, with a 95 % interval over users:
 
 # %%
 LEARNT = {"rate": "nothing", "sharpness": "sharpness", "precision": "precision", "both": "both", "rivals": "sharpness, length, popularity", "all": "all four"}
@@ -1730,14 +1730,18 @@ forecasts = {(NAMES[name], "filter" if bft else "plain", seed): log_losses(store
 pd.DataFrame(forecasts, index=[*LEARNT.values(), *GAINS.values()]).T.rename_axis(["data", "layer", "seed"]).fillna("")
 
 # %% [markdown]
-# **We found** two answers. On MovieLens, where every history is long, the log precision tells nothing that sharpness does not: its gain is within its interval of zero. On Beauty, where half of the users have at most five events, it takes off six tenths of what sharpness does once more, in both seeds (alone it tells a sixth as much: it says how far sharpness is to be believed). The two rivals together take off less, .011 where the precision takes .015 to .017, and beside them it keeps .012: some of what it knows is the popularity of the items read, most is not. With sharpness and both rivals a forecast for the plain model takes .034 off the log loss of its hit rate, for the filter with all four .05. So a recommender that must know when to be silent gains from the filter where histories are short, also where its hits are hardly more.
+# **We found** two answers. On MovieLens, where every history is long, the log precision tells nothing that sharpness does not: its gain is within its interval of zero.
+#
+# On Beauty, where half of the users have at most five events, adding it takes off six tenths of what sharpness does once more, in both seeds (alone it tells a sixth as much: it says how far sharpness is to be believed). The two rivals together take off less, .011 where the precision takes .015 to .017, and beside them the precision keeps .012: some of what it knows is the popularity of the items read, most is not. A forecast from sharpness and both rivals takes .034 off the log loss of the plain model's hit rate; one from all four takes .05 off that of the filter's. So a recommender that must know when to be silent gains from the filter where histories are short, even where it hardly hits more often.
 
 # %% [markdown]
 # ### New items, measured
 #
-# A twentieth of the items of MovieLens 100K (three draws) and of Beauty (one) is held out of training altogether. One half of the users, the informants, says what each of them is like: the old items that stand most often shortly before it in their histories. The others are asked for one (`benchmarks/new_items.py` says what is hidden from whom). *Like* places a new item by (33.4), *average* at the plain mean of the same items, with so many of them; *mean* at the mean of all. *Popularity* ranks new items by the number of informants who chose them, and *trained again* is a second fit with the informants' events.
+# A twentieth of the items of MovieLens 100K (three draws) and of Beauty (one) is held out of training altogether. One half of the users, the informants, says what each of these items is like: the old items that stand most often shortly before it in their histories. The other users are asked for a new item that they chose (`benchmarks/new_items.py` says what is hidden from whom).
 #
-# In percent: how often the new item is among the ten best of all items, and of the new ones, with a 95 % interval over users; the share of new items in all lists of ten, and in all choices; and by how many points HR@10 of old items changes.
+# *Like* places a new item by (33.4), *average* at the plain mean of the same items, each with the number of items named; *mean* places it at the mean of all. *Popularity* ranks new items by the number of informants who chose them, and *trained again* is a second fit with the informants' events.
+#
+# The columns, in percent: how often the new item is among the ten best of all items, and of the new ones, with a 95 % interval over users; the share of new items in all lists of ten, and in all choices; and by how many points HR@10 of old items changes.
 
 # %%
 measured = load_rows("new_items")
@@ -1763,7 +1767,7 @@ pd.DataFrame({
 }).T.rename_axis(["data", "new items"])  # fmt: skip
 
 # %% [markdown]
-# An item of which nothing is said is offered to nobody (among the new ones all such tie, so its figure is chance). One that is said to be like five others is found among the new ones as often as after training again on MovieLens, and a quarter less often on Beauty; among all items it is found more often, since training on its few events leaves it seldom offered, where (33.4) gives it the popularity of those it is like. That is its price, too: on MovieLens new items are offered more than four times as often as they are chosen, and old ones lose a point of HR@10. At the plain mean of the same five it is found about half as often among all, and with twenty it all but drops out of the lists. (33.4) was found by this measurement, so it is no test of it on other data.
+# An item of which nothing is said is offered to nobody (among the new ones all such tie, so its figure is chance). One that is said to be like five others is found among the new ones as often as after training again on MovieLens, and a quarter less often on Beauty. Among all items it is found more often, since training on its few events leaves it seldom offered, while (33.4) gives it the popularity of those it is like. This has its price, too: on MovieLens new items are offered more than four times as often as they are chosen, and old ones lose a point of HR@10. At the plain mean of the same five it is found about half as often among all, and with twenty it all but drops out of the lists. Since (33.4) was found by this measurement, the table is no test of it on other data.
 
 # %% [markdown]
 # ## How it fails
@@ -1779,18 +1783,18 @@ test_fail(lambda: recommender.recommend({"Ida": ["b3", "b999"]}), contains="1 ev
 test_fail(lambda: recommender.recommend(candidates=["b3", "b999"]), contains="candidates: 1 of 2 items the model does not know ('b999')")
 
 # %% [markdown]
-# The same policy for everything that is not an error, in one place:
+# What happens to everything that is not an error, in one place:
 #
 # | what | what happens |
 # |---|---|
 # | history longer than `max_length` | the most recent items are read, all of them count as seen; `report["histories_cut"]` |
 # | users with two events | trained on, not validated on; `report["users_not_validated"]` |
-# | users with one event | nothing to learn from but that they exist; counted in the same place |
+# | users with one event | nothing is learnt from them; counted in the same place |
 # | items in nothing but held-out events | unknown, as new ones are; `report["items_never_trained"]`. `refit=True` trains on them |
 # | same user, item and time twice | counted once; `report["duplicates_left_out"]`; without times everything stays |
 # | unknown items in a history, in `candidates` or in `exclude` | refused, or with `unknown="skip"` left out with a warning that counts them |
 # | user without a known item | the same |
-# | histories without times, of a backbone that reads them (`time_buckets`) | refused: a frame is needed, with the column of the fit |
+# | histories without times, for a backbone that reads them (`time_buckets`) | refused: a frame is needed, with the column of the fit |
 # | fewer than 50 validation users | confidence is NaN |
 # | user who has seen almost everything, or fewer than $k$ candidates | fewer than $k$ rows |
 # | other items compete than in the fit | confidence is learnt anew among them; NaN after `refit=True`, or without histories |
@@ -1811,15 +1815,15 @@ with tempfile.TemporaryDirectory() as folder:
 # ## Assumptions, and where they break
 #
 # - Confidence was learnt from one event per user, after histories like theirs. For a newcomer with two items it is an extrapolation.
-# - After `refit=True` it is that of the model before, whose user states have a scale of their own: the two begin alike and see nearly the same, and that is all that can be said.
-# - It is about the *list*: the next item is among the $k$. Which of them, the scores say, uncalibrated.
+# - After `refit=True` confidence is calibrated on the first model, whose user states have a scale of their own. The two models begin alike and see nearly the same, and that is all that can be said.
+# - Confidence is about the *list*: the next item is among the $k$. Which of them it is, only the scores say, and they are not calibrated.
 # - The validation users also chose the epoch, and the time of use lies after theirs: expect promises that are somewhat too high, as on real data above.
-# - The effect of an item is that of a history one shorter; all later items move up one place, so part of every effect is the shift.
+# - The effect of an item comes from a history that is one shorter; all later items move up one place, so part of every effect is the shift.
 # - `add_items` teaches nothing: a new item has the place of those it is said to be like until the next `fit`. Whether it is as popular as they are nobody knows, and it is offered as if it were. Nor does it calibrate again: 5 % more items hardly moved the confidence, but with 300 new items beside 30 old ones sharpness falls, and confidence with it, so fit again after adding many.
 #
 # ## Summary
 #
-# - A table goes in, own ids come out, with a confidence that is the probability of a hit and has been held against hits.
+# - A table goes in, own ids come out, with a confidence that is the probability of a hit and has been checked against hits.
 # - Low confidence means fewer hits, on the synthetic world, on MovieLens and on Beauty. Most of it comes from sharpness; the posterior precision adds something on the first, nothing on the second, and much on the third, where histories are short.
 # - Every recommendation can be asked for its reasons: kriging weights, precision, gain, and the exact effect of leaving an item out.
 #

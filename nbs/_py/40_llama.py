@@ -16,9 +16,9 @@
 
 # %% [markdown]
 # **So far** a filter step replaced the layers of models that were trained from nothing. **Now** a language model comes with weights that cost a fortune, and its layers are to become filter steps without losing them.
-# **Why** this needs a chapter: the filter's equations do not leave a pretrained model alone. Taken literally they destroy it (the numbers are below), so we need a family of filters that contains the plain model as its one end and the paper's filter as the other, and a start near the first.
+# **Why** this needs a chapter: the filter's equations do not leave a pretrained model alone. Taken literally they destroy it (the numbers are below), so we need a family of filters that has the plain model at one end and the paper's filter at the other, and a start near the plain model.
 #
-# What comes out, in fifteen lines, imports included; `name` is a folder or a name on the hub, `texts` a list of strings, `folder` where the result goes. They run at the end of this page.
+# What comes out, in fifteen lines, imports included; `name` is a folder or a name on the hub, `texts` a list of strings, `folder` where the result goes. The same lines run near the end of this page.
 #
 # ```python
 # import torch
@@ -118,7 +118,7 @@ log_posterior = -beta * lam * (x - h) ** 2 / 2 - lam_obs * (z - x) ** 2 / 2
 log_posterior
 
 # %% [markdown]
-# Its peak is the new mean, its curvature the new precision:
+# Its peak is the new mean, its downward curvature the new precision:
 #
 # $$h' = h + K\,(z - h), \qquad K = \frac{1}{1 + \beta\,\lambda/\lambda_{\text{obs}}}, \qquad \lambda' = \beta\lambda + \lambda_{\text{obs}} \tag{40.1}$$
 
@@ -141,7 +141,7 @@ assert_same(K, (lam, lam_obs, beta), lambda lam, lam_obs, beta: gain(beta * lam,
 gain(torch.zeros(3), torch.tensor([1e-7, 0.3, 1e9])) == 1
 
 # %% [markdown]
-# Filtering knows the same number as a *forgetting factor* or fading memory [@anderson1979]: without dynamics, the evidence of a layer counts $\beta$ times as much at each later one.
+# In filtering, $\beta$ is known as a *forgetting factor*, and such a filter as one with fading memory [@anderson1979]: without dynamics, the evidence of a layer counts $\beta$ times as much with each later layer.
 
 # %%
 seen_at = sp.symbols("lambda_1:4", positive=True)
@@ -155,7 +155,7 @@ sp.collect(sp.expand(after), beta)
 #
 # $$w_{tj} \propto \alpha_{tj}\,\bar\lambda_j^{\,\beta_a}, \qquad \text{logits} = q_t \cdot k_j/\sqrt{k} + \beta_a \log\bar\lambda_j \tag{40.2}$$
 #
-# One $\beta_a$ and one $\beta_g \ge 0$ per layer, both learned. We store the root of $\beta_g$, and square it: it cannot become negative (a negative one makes $K$ exceed 1, and infinite where $\beta\lambda = -\lambda_{\text{obs}}$).
+# Each layer has one $\beta_a$ for its attention and one $\beta_g \ge 0$, the $\beta$ of its gain (40.1); both are learned. We store the root of $\beta_g$ and square it, so that $\beta_g$ cannot become negative (a negative one makes $K$ exceed 1, and infinite where $\beta\lambda = -\lambda_{\text{obs}}$).
 #
 # ## What a layer learns
 #
@@ -164,7 +164,7 @@ sp.collect(sp.expand(after), beta)
 # - `beta_a`, `root_beta_g`: the two dials;
 # - `raw_noise`: the process noise of (13.2) per feature, $Q = c_q \,\mathrm{softplus}(\text{raw})$. Residual variance grows over the depth of a language model by four to six orders of magnitude, so each layer has its scale $c_q$, which is measured, not learned. The last layer has no $Q$: nobody reads the precision after it, and a parameter without gradient is an error in distributed training;
 # - in the first layer `tau`, the initial precision: a small network on the (normalised) embedding (chapter 22), times a measured scale;
-# - `value_scale`: attention's $s_0^2 = \sum_j w_j/\bar\lambda_j$ is a variance of the residual stream, $S$ one of a head's values. One factor per head brings the first to the unit of the second **[D]**.
+# - `value_scale`: attention's $s_0^2 = \sum_j w_j/\bar\lambda_j$ is a variance of the residual stream, the scatter $S$ one of a head's values. One factor per head brings the first to the unit of the second **[D]**.
 
 # %%
 #| exports
@@ -299,7 +299,7 @@ class LayerFilter(Added):
 
 
 # %% [markdown]
-# The class asks a configuration for five settings. They become fields of the model's own configuration, so that `save_pretrained` writes them beside the rest. Why these values start a model well is the subject of the section on SmolLM2.
+# The class reads five settings, which become fields of the model's own configuration, so that `save_pretrained` writes them beside the rest. Why these values start a model well is the subject of the section on SmolLM2.
 
 # %%
 #| exports
@@ -314,10 +314,10 @@ SETTINGS: dict[str, tuple[type, Any]] = {
 # %% [markdown]
 # ## Where the precision travels
 #
-# Between the layers of a pretrained model runs one tensor, and much machinery (gradient checkpointing, sharding, offloading, pipelines) relies on there being one. So the belief is packed into it: $[h\,;\log\lambda]$, twice as wide. The first layer appends, the last strips.
+# One tensor runs between the layers of a pretrained model, and much machinery (gradient checkpointing, sharding, offloading, pipelines) relies on there being only one. So the belief is packed into it: $[h\,;\log\lambda]$, twice as wide. The first layer appends $\log\lambda$, the last strips it.
 # A precision kept on the side, in an attribute, would be wrong as soon as a layer is computed again for the backward pass.
 #
-# The packed tensor is float32 at least, whatever the model is: bfloat16 has 8 bits of mantissa, and a $\log\lambda$ near 8 would move in steps of 1/16. $h$ survives the round trip exactly, because every bfloat16 number is a float32 number.
+# The packed tensor is float32 at least, whatever the model's dtype: bfloat16 has 8 bits of mantissa, and a $\log\lambda$ near 8 would move in steps of 1/16. $h$ survives the round trip exactly, because every bfloat16 number is a float32 number.
 
 # %%
 #| exports
@@ -347,8 +347,8 @@ torch.equal(back.mean, narrow.mean), back.precision[0, :, 0]
 # %% [markdown]
 # ### Through the cache
 #
-# While a model generates, the keys and values of earlier tokens come from a cache, and so must their $\bar\lambda$. The cache knows nothing of it, but it keeps whatever keys it is given. We hand it keys with additional channels that hold $\log\bar\lambda$, and cut them off what it returns. Growing, preallocated and sliding caches, reordering for beam search, cropping: all of it moves the channels along.
-# In half precision, one channel would round; three, each with what the others left, hold a float32: exactly in bfloat16, to about $2^{-25}$ in float16.
+# While a model generates, the keys and values of earlier tokens come from a cache, and so must their $\bar\lambda$. The cache has no place for $\bar\lambda$, but it keeps whatever keys it is given. So we hand it keys with additional channels that hold $\log\bar\lambda$, and cut these off the keys that it returns. Growing, preallocated and sliding caches, reordering for beam search, cropping: all of these move the channels along.
+# In half precision, a single channel would round. Three channels, each with what the ones before it left over, hold a float32: exactly in bfloat16, to about $2^{-25}$ in float16.
 
 # %%
 #| exports
@@ -406,7 +406,7 @@ class Keys:
 # %% [markdown]
 # ## Observe
 #
-# transformers lets a library register an attention function by name; rotary positions, grouped heads and normalised queries have been dealt with when it is called. The mask needs registering under the same name: for a name without a mask function there is silently no mask.
+# transformers lets a library register an attention function by name; rotary positions, grouped heads and normalised queries have been dealt with when it is called. A mask function must be registered under the same name, or there is silently no mask.
 #
 # The explicit form computes the mean $e$ by the very operations of transformers' own explicit attention, in the same order, so that $\beta_a = 0$ adds an exact zero and nothing changes, to the last bit. The moments of (20.1) are those of chapter 20: one more product with the table of weights, and its rows' norms. (The table is by far the largest thing here, and every further pass over it costs as much as the softmax.)
 
@@ -440,7 +440,7 @@ def attend_explicit(a: Query) -> tuple[Tensor, Moments, Tensor]:  # e (b, h, t, 
 
 
 # %% [markdown]
-# The blocked form never holds the table of weights. Chapter 20's function adds $\log\bar\lambda$ to the logits by a channel of queries and keys; another such channel, $(\beta_a - 1)\log\bar\lambda$, tempers it.
+# The blocked form never holds the table of weights. Chapter 20's function adds $\log\bar\lambda$ to the logits by a channel of queries and keys; another such channel adds $(\beta_a - 1)\log\bar\lambda$, which leaves $\beta_a\log\bar\lambda$.
 
 # %%
 #| exports
@@ -502,7 +502,7 @@ for _name, (_attend, _mask) in IMPLEMENTATIONS.items():
 # %% [markdown]
 # ## Update and predict
 #
-# The layer itself, then. Variances of the heads go through the squared output projection (21.2), here with one variance per head:
+# What remains is the layer itself. Variances of the heads go through the squared output projection (21.2), here with one variance per head:
 
 # %%
 #| exports
@@ -517,7 +517,7 @@ def stream_precision(
 
 
 # %% [markdown]
-# Both this and the Jacobian ask for *weights*, where everything else asks a module for its output. An adapter changes the output and leaves the weights, so its share must be added, or merging the adapter later would change the model:
+# Both this function and the Jacobian need a module's *weights*, where everything else needs its output. An adapter changes the output and leaves the weights as they are, so its share must be added, or merging the adapter later would change the model:
 
 # %%
 #| exports
@@ -687,7 +687,7 @@ class FilteringForCausalLM(Filtering):
 
 
 # %% [markdown]
-# For each family of models, four classes follow by inheritance. The *layer* of a family must be the one we know: norm, attention, norm, gated network, each added to the stream. Others fail in silence (Gemma 2 normalises what it adds, too), so what has not been tested is refused.
+# For each family of models, four classes follow by inheritance. The *layer* of a family must be the one we know: norm, attention, norm, gated network, with the outputs of attention and network added to the stream. Others would fail in silence (Gemma 2 also normalises what it adds), so what has not been tested is refused.
 #
 # Chapter 42 converts the same families in another way, so what a conversion consists of is written down once.
 
@@ -891,7 +891,7 @@ with torch.no_grad():
 assert torch.equal(off, plain)
 
 # %% [markdown]
-# And switched on in full it is the paper's filter, which a random model shows already: the gain leaves 1, and so do the logits.
+# Switched on in full it is the paper's filter, and even a random model shows it: the gain leaves 1, and the logits change (root mean square, in units of their standard deviation):
 
 # %%
 with torch.no_grad():
@@ -899,7 +899,7 @@ with torch.no_grad():
 (full - plain).square().mean().sqrt() / plain.std()
 
 # %% [markdown]
-# Precision costs few parameters. TinyLlama's own shape (22 layers of 2,048 features), built without memory:
+# Precision costs few parameters. TinyLlama's own shape (22 layers of 2,048 features), built without allocating memory:
 
 # %%
 with torch.device("meta"):
@@ -1021,7 +1021,7 @@ pd.DataFrame({"mean λ̄": [r.lam_bar.mean().item() for r in records], "mean K":
 # %% [markdown]
 # ## Train
 #
-# The precision's own parameters are few and far from converged, those of the network many and nearly so. They get a learning rate of their own and no weight decay: decay would pull $\log$-like numbers towards 0, which for them means nothing.
+# The precision's own parameters are few and far from converged, those of the network many and nearly so. So the precision's get a learning rate of their own, and no weight decay: decay would pull $\log$-like numbers towards 0, which for them has no meaning.
 
 
 # %%
@@ -1060,7 +1060,7 @@ converted(**batch, labels=batch["input_ids"]).loss.backward()
 # %% [markdown]
 # ## The fifteen lines, run
 #
-# The tiny random Llama stands in for SmolLM2, whose lines would be the same with another `name`.
+# The tiny random Llama stands in for SmolLM2, for which only `name` would change.
 
 # %%
 here = tempfile.TemporaryDirectory()
@@ -1107,9 +1107,9 @@ type(loaded).__name__
 # %% [markdown]
 # ## Does a pretrained model survive?
 #
-# A model of random weights has nothing to lose. SmolLM2 [@allal2025smollm2] does: 135 million parameters, 30 layers; here *SmolLM2-135M-Instruct, Q4_1 dequantised*. Its perplexity on paragraphs of Wikipedia (contexts of SQuAD [@rajpurkar2016squad]) may change by 1 % at most, and $\log\bar\lambda$ must differ between tokens in the middle layers (a standard deviation above .05), or there would be nothing to learn from. The two pull in opposite directions.
+# A model of random weights has nothing to lose. SmolLM2 [@allal2025smollm2] does: 135 million parameters, 30 layers; here *SmolLM2-135M-Instruct, Q4_1 dequantised*. We ask two things of a start. The perplexity on paragraphs of Wikipedia (contexts of SQuAD [@rajpurkar2016squad]) may change by 1 % at most, and $\log\bar\lambda$ must differ between tokens in the middle layers (a standard deviation above .05), or there would be nothing to learn from. The two demands pull in opposite directions.
 #
-# The numbers are rows that the notebook `llama_init` has stored (`bft sweep nbs/experiments/grids/llama_init.yaml`); other paragraphs set the scales than are evaluated.
+# The numbers are rows that the notebook `llama_init` has stored (`bft sweep nbs/experiments/grids/llama_init.yaml`); the scales were set on other paragraphs than those evaluated.
 
 # %%
 rows = load_rows("llama_init")
@@ -1150,12 +1150,12 @@ shipped = start()
 assert abs(shipped["change, %"]) <= 1 and shipped["least of them"] > 0.05
 
 # %% [markdown]
-# **Reading.** The shipped start passes on both counts: perplexity within 1 %, and a spread several times the .05 in every one of the middle layers. The equations to the letter fail, as a start: they turn a language model into noise. Two dials are to blame in very different measure.
+# **Reading.** The shipped start passes on both counts: perplexity within 1 %, and a spread several times the .05 in every one of the middle layers. Taken to the letter, the equations fail as a start: they turn a language model into noise. The two dials are to blame in very different measure.
 #
 # - The *gain* is what destroys. At $\beta_g = 1$, calibrated and with a mild attention, the model is lost; a layer that takes on nine tenths of what attention tells it is another layer, thirty times over.
-# - *Attention* is harmless as long as $\beta_a \log\bar\lambda$ differs little between tokens. To the letter it costs several percent at the shipped noise; with ten times the noise it costs half a percent, and the precision is a third as lively.
-# - *Normalised units* were meant to spare the calibration, since one scale would serve all depths. They do not: without calibration they cost more than the stream's own units do, and with it no less. The mean square of a few tokens is enormous [@sun2024massive], and multiplying by it makes them the most reliable of all. They stay as an option, because in them nothing depends on the scale of the stream.
-# - The dials trade against each other: what attention feels is $\beta_a$ times the spread. We ship a small $\beta_a$ and a lively precision, not the reverse, because training can turn up a dial faster than it can bring a dead signal to life **[D]**.
+# - *Attention* is harmless as long as $\beta_a \log\bar\lambda$ differs little between tokens. To the letter it costs several percent at the shipped noise; with ten times the noise it costs half a percent, and the precision is a third as lively, that is, spreads a third as much between tokens.
+# - *Normalised units*, in which a token's variances are shares of its mean square, were meant to spare the calibration, since one scale would serve all depths. They do not: without calibration they cost more than the stream's own units do, and with it no less. The mean square of a few tokens is enormous [@sun2024massive], and multiplying by it makes them the most reliable of all. They stay as an option, because in them nothing depends on the scale of the stream.
+# - The dials trade against each other (@fig-tradeoff, left): what attention feels is $\beta_a$ times the spread. We ship a small $\beta_a$ and a lively precision, not the reverse, because training can turn up a dial faster than it can bring a dead signal to life **[D]**.
 
 # %%
 #| label: fig-tradeoff
@@ -1182,8 +1182,10 @@ for ax in (left, right):
 plt.show()
 
 # %% [markdown]
-# **Reading.** Left: with $\beta_a = 1$ the cost follows the spread: half a percent at .11, 5 % at .32, 15 % at .43. A quarter of the weight bears the same liveliness (.31) for .2 %. What the softmax feels is the product: .11 costs .5 %, and .25 × .31 = .08 costs .2 %.
-# So the spread is not what hurts, and either dial, $\beta_a$ or $\rho$, buys it back; only the smaller $\beta_a$ leaves the precision alive. Right: the gain has no such corner. Ten times the shipped weight of the prior costs 6 %, the paper's weight makes perplexity ten times what it was: the least gain of a layer falls from .95 to .61 and .09.
+# **Reading.** Left: with $\beta_a = 1$ the cost follows the spread: half a percent at .11, 5 % at .32, 15 % at .43. A quarter of the weight allows the same liveliness (.31) for .2 %. What the softmax feels is the product: .11 costs .5 %, and .25 × .31 = .08 costs .2 %.
+# So the spread by itself is not what hurts. Either dial, $\beta_a$ or $\rho$, buys the perplexity back, but only the smaller $\beta_a$ leaves the precision alive.
+#
+# Right: the gain has no such corner. Ten times the shipped weight of the prior costs 6 %, and the paper's weight makes perplexity ten times what it was: the least gain of a layer falls from .95 to .61 and .09.
 # One model, 16 paragraphs: a change of a tenth of a percent, like the one below zero, is no finding.
 #
 # ## How it fails
@@ -1199,7 +1201,7 @@ test_fail(lambda: convert(tiny(), units="rms"), contains="'stream', 'normalised'
 test_fail(lambda: trace(tiny(), **batch), contains="has no filtering layers")
 
 # %% [markdown]
-# Another attention function would ignore $\bar\lambda$ without a word, so the layer looks at what it got:
+# Another attention function would ignore $\bar\lambda$ without a word, so the layer checks what came back:
 
 # %%
 wrong = convert(tiny())
@@ -1212,8 +1214,8 @@ test_fail(lambda: wrong(**batch), contains="attn_implementation must be one of '
 # - The tempered posterior forgets: at $\beta_g = .01$ a token's precision is nearly that of its last observation, and $\tau$ reaches no further than the first layers. To carry evidence over the depth, $\beta_g$ must grow in training.
 # - $K$ acts on what attention *adds*, as if that were an innovation $z - h$ (chapter 12). A pretrained layer was never told so.
 # - One number per head stands for the variance of all its values, and the projection treats heads as independent (21.2).
-# - "Bit by bit" holds against transformers' `eager` attention in float32 and half precision. Its other implementations differ from `eager` by rounding, and so do ours from them; in float64 `eager` takes the softmax in float32, and ours does not.
-# - The explicit attention keeps a table of all pairs of tokens for each head, as `eager` does. `attn_implementation="bft_blocked"` keeps none, but knows no dropout.
+# - "To the last bit" holds against transformers' `eager` attention in float32 and half precision. Its other implementations differ from `eager` by rounding, and so do ours from them; in float64 `eager` takes the softmax in float32, and ours does not.
+# - The explicit attention keeps a table of all pairs of tokens for each head, as `eager` does. `attn_implementation="bft_blocked"` keeps none, but does not support dropout.
 # - The Jacobian costs three more products with the network's matrices in each layer, and in generation, where one token is computed at a time, a pass over those matrices. `jacobian="none"` saves both and takes $J = 0$.
 # - Calibrated scales belong to the text they were measured on. A model fine-tuned far away should be calibrated again.
 # - Weights in 8 or 4 bits give no matrix to square; dequantise first. Tensor parallelism has not been tried.
@@ -1242,7 +1244,7 @@ torch.testing.assert_close(once.s2_0, 10 * tenfold.s2_0)
 # %% [markdown]
 # </details>
 #
-# **2.** Without process noise and with $\beta = 1$, the precision of (40.1) can only grow. Show that for $\beta < 1$ it has a limit even so, when each layer brings the same $\lambda_{\text{obs}}$.
+# **2.** Without process noise and with $\beta = 1$, the precision of (40.1) can only grow. Show that for $\beta < 1$ it still has a limit, when each layer brings the same $\lambda_{\text{obs}}$.
 #
 # <details><summary>Answer</summary>
 #

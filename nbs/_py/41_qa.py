@@ -125,7 +125,7 @@ test_fail(lambda: check_question(replace(ada, answers=("8",))), contains="the an
 # %% [markdown]
 # ## A task in small
 #
-# Real data are not part of this repository and a real model does not learn in seconds. The embedded task is made by a generator: people keep things in places, and five kinds of question are asked about one of them. All texts together have some fifty words.
+# Real data are not part of this repository and a real model does not learn in seconds. So the book has a small task of its own, made by a generator: people keep things in places, and five kinds of question are asked about one of them. The vocabulary of all texts together is some fifty words.
 
 
 # %%
@@ -174,7 +174,7 @@ def _lookup_question(i: int, facts: int, rng: random.Random) -> Question:
 #
 # ## Real data
 #
-# Sources with checksums and sizes, as in chapter 30; nothing of them is part of this repository. SQuAD's publisher states no sum: the MD5 here is the one that torchtext and ParlAI pin. *SQuADShifts* asks SQuAD's questions of other texts [@miller2020squadshifts]; the NQ-Open files of *Lost in the Middle* put one gold passage among retrieved ones [@kwiatkowski2019nq; @liu2024lost].
+# The sources come with checksums and sizes, as in chapter 30; nothing of them is part of this repository. SQuAD's publisher states no checksum: the MD5 here is the one that torchtext and ParlAI pin. *SQuADShifts* asks SQuAD's questions of other texts [@miller2020squadshifts]; the NQ-Open files of *Lost in the Middle* put one *gold* passage, which holds the answer, among retrieved ones [@kwiatkowski2019nq; @liu2024lost].
 
 
 # %%
@@ -319,7 +319,9 @@ def load_questions(
 # %% [markdown]
 # ### Distractors in the context
 #
-# *Lost in the Middle* found that models overlook a gold passage in the middle of many [@liu2024lost]. Its files fix three places among 20. For other numbers of distractors we prepared a file with up to 20 BM25 neighbours of each question, chosen to hold no accepted answer, from a pool of 23,160 passages. The results are of *BM25 distractors*, not of a retrieval from Wikipedia: the pool is small, and it holds passages of SQuAD. No distractor holds an accepted answer as whole words after normalisation; 241 of the 2,652 questions that are used (243, if titles count) have one that holds it inside a longer word or number (14 in 1914, 2016 in 2016–17).
+# *Lost in the Middle* found that models overlook a gold passage in the middle of many [@liu2024lost]. Its files fix three places among 20. For other numbers of distractors we prepared a file with up to 20 BM25 neighbours of each question, chosen to hold no accepted answer, from a pool of 23,160 passages. So the results are about *BM25 distractors*, not about retrieval from Wikipedia: the pool is small, and it holds passages of SQuAD.
+#
+# No distractor holds an accepted answer as whole words after normalisation; 241 of the 2,652 questions that are used (243, if titles count) have one that holds it inside a longer word or number (14 in 1914, 2016 in 2016–17).
 
 
 # %%
@@ -456,7 +458,7 @@ def check_tokenizer(tokenizer: Any) -> None:
 
 
 # %% [markdown]
-# The prompt is tokenised alone, as it will be when the model is asked. The answer is tokenised *as it continues the prompt*: some vocabularies hold "▁Rome" with its blank, others put the blank there themselves. So the colon that precedes it is tokenised along and cut off again.
+# The prompt is tokenised alone, as it will be when the model is asked. The answer is tokenised *as it continues the prompt*: some vocabularies hold "▁Rome" with its blank, and some tokenizers put the blank there themselves. So the answer is tokenised together with the colon that precedes it, and the colon is cut off again.
 
 
 # %%
@@ -584,7 +586,7 @@ test_fail(lambda: encode(ada, tokenizer, 21, truncate="end"), contains="the answ
 # %% [markdown]
 # ## Wrong labels
 #
-# The paper corrupts each answer token with a probability $np$ **[P]**. Its form here **[D]**: every token of the answer *and* the end token, replaced by one drawn uniformly from the whole vocabulary, in the labels only. The model still reads the right answer while it is told a wrong next token.
+# The paper corrupts each answer token with a probability $np$ **[P]**. Our form of it **[D]**: each token of the answer *and* the end token is replaced, with that probability, by one drawn uniformly from the whole vocabulary, in the labels only. The model still reads the right answer while it is told a wrong next token.
 # The draw happens once, before training, from one generator in the order of the examples. Every method, batch size and number of processes then sees the same noise, and the tokens that are wrong at $np = 0.1$ are among those at $np = 0.3$.
 
 
@@ -656,7 +658,7 @@ def swap_answers(
 [(q.question, q.target, q.told) for q in swap_answers(lookup(3), 1.0)]
 
 # %% [markdown]
-# Two questions may share an answer; so a few of the exchanged are right by chance. On the task above:
+# Two questions may share an answer; so a few of the exchanged answers are right by chance. On the task above, the share of questions told another's answer, and of those told a wrong one:
 
 # %%
 swapped = swap_answers(lookup(512), 0.3)
@@ -666,8 +668,8 @@ sum(q.told is not None for q in swapped) / 512, sum(q.told not in (None, q.targe
 # %% [markdown]
 # ## Batches
 #
-# A vocabulary has 49,152 or 32,000 tokens; computing a score for each of them at every place of a long prompt, to use three places, is most of the memory. A causal model of transformers takes `logits_to_keep`, the places where it should. The collator lists the places that predict a label in any row, and gives the labels of just these: label $m + 1$ belongs to score $m$, and label 0 is always masked.
-# That is the shift of any causal model, and it must be kept: `Trainer` counts the labels of a step without their first column, so labels moved in advance would be counted too few, and the loss come out too large.
+# A vocabulary has, say, 49,152 or 32,000 tokens; a score for each of them at every place of a long prompt, of which three places are used, takes most of the memory. So a causal model of transformers takes `logits_to_keep`, the places where scores are wanted. The collator lists the places that predict a label in any row, and gives the labels of just these: label $m + 1$ belongs to score $m$, and label 0 is always masked.
+# That is the shift of any causal model, and it must be kept: `Trainer` counts the labels of a step without their first column, so if labels were shifted in advance, too few would be counted, and the loss would come out too large.
 # Padding on the left brings the answers of all rows to the end, so that their places coincide; on the right, the list holds every row's own places. Both give the same losses.
 
 
@@ -780,7 +782,7 @@ def generalised_cross_entropy(
 
 
 # %% [markdown]
-# Its limits are cross-entropy, and the absolute error between the label and $p$ (up to a factor of 2), whose sum over all labels does not depend on the model and which is therefore robust to uniform noise [@ghosh2017robust]:
+# Its limits are cross-entropy ($q \to 0$) and, up to a factor of 2, the absolute error between the label and $p$ ($q = 1$). The sum of the latter over all labels does not depend on the model, so it is robust to uniform noise [@ghosh2017robust]:
 
 # %%
 p, q, gamma = sp.symbols("p q gamma", positive=True)
@@ -797,7 +799,7 @@ prove(sp.diff(losses["focal"], p) - (gamma * (1 - p) ** (gamma - 1) * sp.log(p) 
 prove(sp.diff(losses["GCE"], p) + p ** (q - 1))
 
 # %% [markdown]
-# Divide by cross-entropy's $-1/p$ and what remains is a *weight*: how much a token pulls on the model, compared with ordinary training.
+# Divide by cross-entropy's $-1/p$ and what remains is a *weight*: how much a token pulls on the model, compared with ordinary training (@fig-weight).
 #
 # $$w_{\mathrm{focal}}(p) = (1 - p)^\gamma - \gamma\, p\, (1 - p)^{\gamma - 1} \log p, \qquad w_{\mathrm{GCE}}(p) = p^q \tag{41.4}$$
 
@@ -839,7 +841,7 @@ ax.legend(loc="center left")
 plt.show()
 
 # %% [markdown]
-# A model that has understood the task gives a true token, say, $p = 0.9$, and a random token $p = 10^{-4}$. How does each loss change the pull of the wrong token against that of the true one? (Under CE it is the ratio of the slopes $1 - p$, ten to one on the label's logit.)
+# A model that has understood the task gives a true token, say, $p = 0.9$, and a random token $p = 10^{-4}$. How does each loss change the pull of the wrong token against that of the true one? (Under CE that ratio is the ratio of the slopes $1 - p$ on the label's logit, ten to one.)
 
 # %%
 at = torch.tensor([0.9, 1e-4], dtype=torch.float64).log()
@@ -939,11 +941,13 @@ def noise_floor(
 {vocab: (round(noise_floor(0.3, vocab), 3), round(float(0.3 * np.log(vocab)), 3)) for vocab in (len(tokenizer), 32_000, 49_152)}
 
 # %% [markdown]
-# So no model that has not memorised its labels can have an expected loss below 3.9 at $np = 0.3$ with a vocabulary of 49,152; a training loss below that is memory, and runs must be compared on *clean* held-out questions. Note also what (41.5) does not say: the most probable token is still the true one as long as $np < 1$. Uniform noise costs an unlimited learner its calibration and none of its answers; what it costs in practice comes from limited data, whose wrong labels can be learnt by heart.
+# So no model that has not memorised its labels can have an expected loss below 3.9 at $np = 0.3$ with a vocabulary of 49,152; a training loss below that is memory, and runs must be compared on *clean* held-out questions.
+#
+# Note also what (41.5) does not say: the most probable token is still the true one as long as $np < 1$. Uniform noise costs an unlimited learner its calibration and none of its answers; what it costs in practice comes from limited data, whose wrong labels can be learnt by heart.
 #
 # ## Asking the model
 #
-# Greedy, in batches, padded on the left; the answer is the first line, since a model that goes on with another question has finished answering this one.
+# The model answers greedily, in batches padded on the left. Its answer is the first line, since a model that goes on with another question has finished answering this one.
 
 
 # %%
@@ -1026,7 +1030,7 @@ def _generate(model: Any, tokenizer: Any, batch: dict[str, Tensor], max_new_toke
 answer(model, tokenizer, [ada], max_new_tokens=4)
 
 # %% [markdown]
-# (Nothing learnt yet.) Besides the answers, the mean negative log-probability of the right ones, which needs no generation and moves earlier:
+# (The model has learnt nothing yet.) Besides the answers we measure the mean negative log-probability of the right ones, which needs no generation and moves earlier in training:
 
 
 # %%
@@ -1052,7 +1056,7 @@ def mean_nll(
 # %% [markdown]
 # ## Scores
 #
-# SQuAD compares normalised texts: lower case, no punctuation, no articles. *Exact match*: the same text as an accepted answer. *F1*: words in common. Both from torchmetrics, which has SQuAD's rules. For contexts with distractors, *subspan* exact match is usual [@liu2024lost]: an accepted answer is somewhere in the first line.
+# SQuAD compares normalised texts: lower case, no punctuation, no articles. *Exact match*: the same text as an accepted answer. *F1*: words in common. Both come from torchmetrics, which has SQuAD's rules. For contexts with distractors, *subspan* exact match is usual [@liu2024lost]: an accepted answer is somewhere in the first line.
 
 
 # %%
@@ -1171,7 +1175,7 @@ pd.DataFrame(rows).T.round(2)
 # - Clean labels are learnt completely. With noisy ones, cross-entropy answers fewer of the held-out questions, and the reason is in the last column: its loss on its own labels is *below* the floor of 2.40 (41.5). It has learnt wrong labels by heart.
 # - Focal loss is no better, as derived.
 # - GCE alone learns nothing. At the start every label has $p \approx 1/V$ and so a weight of $V^{-0.7} \approx 0.015$: it lets go of everything. It is a loss for a model that knows something already, such as a pretrained one.
-# - After half the steps with cross-entropy, GCE learns the rest without the noise: the best of the noisy rows, its loss on its own labels above the floor. (Half was the better of two switch points tried, 60 and 100 of 200, on these same questions: an illustration, not a comparison.)
+# - After half the steps with cross-entropy, GCE learns the rest without learning the noise: the best of the noisy rows, its loss on its own labels above the floor. (Half was the better of two switch points tried, 60 and 100 of 200, on these same questions: an illustration, not a comparison.)
 
 # %%
 floor = noise_floor(0.3, len(tokenizer))
@@ -1182,7 +1186,7 @@ round(floor, 2)
 # %% [markdown]
 # ## How it fails
 #
-# A vocabulary whose padding token is its end token (SmolLM2 and many others), and labels masked by `== pad`: the end is never learnt. By position it stays:
+# If the padding token is the end token (SmolLM2 and many others) and labels are masked by `== pad`, the end is never learnt. Masked by position, it stays a label:
 
 # %%
 same = load_model("tiny")[1]
@@ -1191,7 +1195,7 @@ ids = Collator(same)([example, short])["labels"]
 ids, (ids == same.pad_token_id).sum()
 
 # %% [markdown]
-# Numbers that do not belong, named:
+# Settings that make no sense are refused by name:
 
 # %%
 test_fail(lambda: corrupt(clean, 1.5, 10), contains="noise must lie in 0 … 1, got 1.5")
@@ -1205,7 +1209,7 @@ test_fail(lambda: Collator(same), contains="the tokenizer has no padding token")
 #
 # - Labels are noisy, inputs are not: the model reads the right answer while it learns the wrong next token. An annotator's mistake would be read as well, which is what `swap_answers` makes.
 # - Uniform noise is independent of the text. Real mistakes are not; a swapped answer is closer to them, one of the same kind closer still.
-# - Intervals draw questions, but SQuAD asks about five questions of each context and one training run serves all: they are too narrow for both reasons. Several seeds, and pairs of methods on the same questions, are the remedy.
+# - Intervals resample questions, but SQuAD asks about five questions of each context and one training run serves all: they are too narrow for both reasons. Several seeds, and pairs of methods on the same questions, are the remedy.
 # - Subspan match rewards long lines: a model that repeats the context scores. It is to be read beside exact match.
 # - Greedy decoding and the first line only: a model that thinks before it answers is scored zero.
 #
@@ -1231,7 +1235,7 @@ round(float(grid[w.argmax()]), 3), round(float(w.max()), 3)
 # %% [markdown]
 # </details>
 #
-# **2.** Half of the questions are told another's answer. How low can the training loss of a model go that cannot memorise, if what it is told is drawn evenly from $m$ answers of the same kind, its own included?
+# **2.** Half of the questions are told another's answer, drawn evenly from $m$ answers of the same kind, their own included. How low can the training loss of a model go that cannot memorise?
 #
 # <details><summary>Answer</summary>
 #

@@ -16,7 +16,7 @@
 
 # %% [markdown]
 # **So far** the gain of the Kalman update decides how much of what attention found enters the stream. **Now** come two simpler devices for the same purpose, which large models use: a sigmoid gate [@qiu2025gated] and a learned logit in the softmax's denominator [@openai2025gptoss].
-# **Why** they belong here: softmax weights sum to one, so a head that has nothing to say must attend somewhere all the same, and models learn to attend to the first token for that (an *attention sink* [@xiao2024sinks]). What a Kalman gain is good for shows only beside these. This chapter builds them, the next one measures.
+# **Why** they belong here: softmax weights sum to one, so a head that has nothing to say must attend somewhere all the same, and models learn to attend to the first token for that (an *attention sink* [@xiao2024sinks]). What a Kalman gain is good for shows only beside these devices. This chapter builds them, the next one measures.
 
 # %%
 #| hide
@@ -71,17 +71,17 @@ logging.set_verbosity_error()
 # %% [markdown]
 # ## A gate on what attention found
 #
-# Of the places where a gate may stand, Qiu et al. found one the best: behind the weighted mean $e_t$ of a head and in front of the output projection. The token that asks decides on it, by a sigmoid of a linear map of $x_t$, the normalised input of attention from which the query is made too. There is either one number per head (*headwise*) or one per channel of each head (*elementwise*):
+# Of the places where a gate may stand, Qiu et al. found this one best: behind the weighted mean $e_t$ of a head and in front of the output projection. The token that asks sets the gate, by a sigmoid of a linear map of $x_t$, the normalised input of attention, from which the query is made too. There is either one number per head (*headwise*) or one per channel of each head (*elementwise*):
 #
 # $$e'_{t} = g_t \circ e_t, \qquad g_t = 2\,\sigma(W_g\, x_t), \qquad W_g = 0 \text{ at the start} \tag{42.1}$$
 #
-# The factor 2 and the zero are ours **[D]**: they make the start $g = 1$, so that a pretrained model is left alone, and leave a range $(0, 2)$ to learn in. Not nearly 1, but 1, because $\sigma(0)$ is one half in floating point as well:
+# The factor 2 and the zero are ours **[D]**: they make the start $g = 1$, so that a pretrained model is left alone, and leave a range $(0, 2)$ to learn in. The start is exactly 1, because $\sigma(0)$ is one half in floating point as well:
 
 # %%
 2 * torch.zeros(3).sigmoid() == 1
 
 # %% [markdown]
-# And $W_g$ moves from the first step, as $\mathrm{d}g/\mathrm{d}a = 2\sigma(a)\,\sigma(-a)$ is one half at $a = 0$, its largest value:
+# And $W_g$ moves from the first step: with $a = W_g x_t$, the slope $\mathrm{d}g/\mathrm{d}a = 2\sigma(a)\,\sigma(-a)$ is one half at $a = 0$, its largest value:
 
 # %%
 a = sp.symbols("a", real=True)
@@ -91,11 +91,11 @@ prove(sp.diff(2 * sigma, a) - 2 * sigma * sigma.subs(a, -a)), sp.diff(2 * sigma,
 # %% [markdown]
 # ## A logit for no token
 #
-# The other device gives the softmax somewhere to go: one learned number $s$ per head joins the denominator and carries no value.
+# The other device gives the softmax somewhere to go: beside the logits $\ell_{tj}$ of the keys, one learned number $s$ per head joins the denominator, and carries no value.
 #
 # $$w_{tj} = \frac{e^{\ell_{tj}}}{e^{s} + \sum_i e^{\ell_{ti}}}, \qquad e'_t = \sum_j w_{tj}\, v_j \tag{42.2}$$
 #
-# The weights of the tokens no longer sum to one. What they sum to is a number per head and query, and *the plain mean times that number* is the new mean. So a sink logit is a gate, too, and its input is the logarithm of the softmax's own denominator **[D]**:
+# The weights of the tokens no longer sum to one. Their sum is one number per head and query, and *the plain mean times that number* is the new mean. So a sink logit is a gate, too, and its input is the logarithm of the softmax's own denominator **[D]**:
 #
 # $$e'_t = g_t\, e_t, \qquad g_t = \sigma(L_t - s), \qquad L_t = \log \sum_i e^{\ell_{ti}} \tag{42.3}$$
 
@@ -108,14 +108,14 @@ with_sink = sum(sp.exp(x) * y for x, y in zip(l, v)) / (sp.exp(s) + total)
 prove(with_sink - plain_mean * sigma.subs(a, sp.log(total) - s))
 
 # %% [markdown]
-# At what $s$ is a pretrained model left alone? At $s = -\infty$, which is no number to learn from. At a finite $s$ every output shrinks by the share $1 - g$ that goes to no token, and with the same share vanishes the gradient that $s$ gets:
+# At what $s$ is a pretrained model left alone? At $s = -\infty$, which is no number to learn from. At a finite $s$ every output shrinks by the share $1 - g$ that goes to no token, and with that share the gradient of $s$ vanishes, too:
 
 # %%
 opening = sigma.subs(a, sp.log(total) - s)
 prove(sp.diff(opening, s) + opening * (1 - opening))
 
 # %% [markdown]
-# So a sink logit either changes the model or has next to no gradient. We start at $s = 0$ **[D]**, meant for models trained from nothing: their logits are near zero, and they start as if there were one token more, whose value is zero. For a pretrained model that is a change, and the larger the smaller $L$ is; that of a text's first token is the logit of itself alone.
+# So a sink logit either changes the model or has next to no gradient. We start at $s = 0$ **[D]**, meant for models trained from nothing: their logits are near zero, and they start as if there were one token more, whose value is zero. For a pretrained model that is a change, and a larger one the smaller $L$ is. A text's first token sees only itself, so its $L$ is a single logit.
 #
 # ## Three sigmoids
 #
@@ -128,7 +128,7 @@ prior, lam_obs = sp.symbols("lambda_prior lambda_obs", positive=True)  # βλ an
 prove(1 / (1 + prior / lam_obs) - sigma.subs(a, sp.log(lam_obs) - sp.log(prior)))
 
 # %% [markdown]
-# The first two act on what a head has found, the third on each feature of the stream, but what sets them apart is what they look at:
+# The gate and the sink act on what a head has found, the gain on each feature of the stream, but what sets the three apart is what they look at:
 #
 # | | sigmoid of | sees | range |
 # |---|---|---|---|
@@ -136,7 +136,7 @@ prove(1 / (1 + prior / lam_obs) - sigma.subs(a, sp.log(lam_obs) - sp.log(prior))
 # | sink logit (42.3) | $L_t - s$ | how well and how many keys match | $(0, 1)$ |
 # | Kalman gain (42.4) | $\log\lambda_{\text{obs},t} - \log\beta\lambda_t$ | how many keys count and how far their values agree, against what is known | $(0, 1)$ |
 #
-# Among $n$ keys with one logit $\ell$, $L = \ell + \log n$, and a sink's gate opens as the context grows:
+# Among $n$ keys with the same logit $\ell$, $L = \ell + \log n$, and a sink's gate opens as the context grows:
 
 # %%
 n = sp.symbols("n", positive=True)
@@ -144,7 +144,7 @@ of_n = sigma.subs(a, sp.log(n) + l[0] - s)
 prove(of_n - n / (n + sp.exp(s - l[0]))), sp.limit(of_n, n, sp.oo)
 
 # %% [markdown]
-# So does the gain, since $1/\lambda_{\text{obs}} = \kappa(\kappa s_0^2 + S)$ with $\kappa = 1/n$ (11.9), as long as $S$ and $\lambda$ stay what they are. A query gate can follow the context only through what earlier layers have written into $x_t$.
+# The Kalman gain opens as well (@fig-length), since $1/\lambda_{\text{obs}} = \kappa(\kappa s_0^2 + S)$ with $\kappa = 1/n$ (11.9), as long as $S$ and $\lambda$ stay what they are. A query gate can follow the context only through what earlier layers have written into $x_t$.
 
 # %%
 #| label: fig-length
@@ -221,7 +221,7 @@ class QueryGate(Gate):
 
 
 # %% [markdown]
-# The sink needs no attention function of its own. One more key with a logit of $s$ in every query is one more channel: $s$ in the queries, 1 in that key, 0 in all others. A channel of ones in the values then brings $g$ with it, so the gate can be read although no weight is ever in memory.
+# The sink needs no attention function of its own. One more key with a logit of $s$ in every query is one more channel: $s$ in the queries, 1 in that key, 0 in all others. A channel of ones in the values then returns $g$ beside the mean, so the gate can be read although no weight is ever in memory.
 
 # %%
 #| exports
@@ -262,7 +262,7 @@ class SinkGate(Gate):
 
 
 # %% [markdown]
-# transformers' own attention functions do the rest, under two names of ours. Weights are there with the explicit one, `gated_eager`, only.
+# transformers' own attention functions do the rest, under two names of ours. Only the explicit one, `gated_eager`, returns weights.
 
 # %%
 #| exports
@@ -431,7 +431,7 @@ with torch.no_grad():
     assert all(torch.equal(convert_gated(tiny(), gate)(**batch).logits, plain) for gate in ("headwise", "elementwise"))
 
 # %% [markdown]
-# A sink logit leaves it alone only where it is far below all other logits. Beside the largest change of an output, the gradient that the sinks get:
+# A sink logit leaves the model alone only where it is far below all other logits. The table has the largest change of an output, and beside it the largest gradient that a sink gets:
 
 # %%
 found = {}
@@ -443,7 +443,7 @@ for start in (0.0, -5.0, -10.0, -20.0):
 pd.DataFrame(found).T.rename_axis("s").map("{:.0e}".format)
 
 # %% [markdown]
-# What they cost, in TinyLlama's shape (22 layers of 2,048 features, 32 heads), built without memory:
+# What gates and sinks cost, in TinyLlama's shape (22 layers of 2,048 features, 32 heads), built without allocating memory:
 
 # %%
 shape = dict(hidden_size=2048, intermediate_size=5632, num_hidden_layers=22, num_attention_heads=32, num_key_value_heads=4, vocab_size=32000)
@@ -481,7 +481,7 @@ pd.DataFrame(trace_gates(convert_gated(tiny(), "sink"), input_ids=ids)[0][0, :, 
 # %% [markdown]
 # ## Train, save, load
 #
-# `parameter_groups` of chapter 40 gives the gates a learning rate of their own and no weight decay. After a few steps the model is another, and it is saved and loaded like any other:
+# `parameter_groups` of chapter 40 gives the gates a learning rate of their own and no weight decay. After a few steps the model has changed, and it is saved and loaded like any other:
 
 # %%
 optimizer = torch.optim.AdamW(parameter_groups(gated, lr=1e-4, precision_lr=1e-2))
@@ -511,7 +511,7 @@ test_fail(lambda: convert_gated(tiny(), "sink", sink=-math.inf), contains="gate_
 test_fail(lambda: trace_gates(tiny(), **batch), contains="has no gates")
 
 # %% [markdown]
-# An attention function without a gate would leave it out in silence, so the layer looks at the name:
+# An attention function without a gate would leave the gate out in silence, so the layer checks the name:
 
 # %%
 wrong = convert_gated(tiny())
@@ -530,16 +530,16 @@ test_fail(lambda: wrong(**batch), contains="must be one of 'gated_eager', 'gated
 # ## Summary
 #
 # - `convert_gated` gives a pretrained Llama, Mistral, Qwen2, Qwen3 or SmolLM3 a gate per head or channel, or a sink logit per head, in place; attention runs in the kernels it had, and peft, caches, checkpointing and saving work as before.
-# - Query gates start as the plain model to the last bit and have a gradient from the first step. A sink logit has the one as far as it lacks the other.
-# - A sink logit is a gate whose input is the log-denominator of the softmax. It, the query gate and the Kalman gain are three sigmoids of different evidence, and one of them, the sink logit's, follows the length of the context by construction as long as logits stay where they are, and the gain as long as $S$ and $\lambda$ do.
+# - Query gates start as the plain model to the last bit and have a gradient from the first step. A sink logit has a gradient only as far as it departs from the plain model.
+# - A sink logit is a gate whose input is the log-denominator of the softmax. It, the query gate and the Kalman gain are three sigmoids of different evidence. Two of them follow the length of the context by construction: the sink logit's as long as logits stay where they are, the gain as long as $S$ and $\lambda$ do.
 #
 # ## Exercises
 #
-# **1.** A gate that is the same for all tokens would be no gate. Into which weights does it vanish?
+# **1.** A gate that is the same for all tokens would be no gate. Which weights could absorb it?
 #
 # <details><summary>Answer</summary>
 #
-# Into the columns of the output projection: $W_O\,(g \circ e) = (W_O\,\mathrm{diag}\, g)\, e$.
+# The columns of the output projection: $W_O\,(g \circ e) = (W_O\,\mathrm{diag}\, g)\, e$.
 
 # %%
 e, g, w_o = torch.randn(5, 8), torch.rand(8), torch.randn(6, 8)

@@ -16,7 +16,7 @@
 
 # %% [markdown]
 # **So far** the precision of an observation follows the effective sample size $n$ of its weights (chapter 11), and language models became filters (chapter 40). **Now** we look at the weights that language models really have. Many of their heads put most of the weight on the first token, whatever it is [@xiao2024sinks], and its value is nearly zero: an *attention sink*, a place to look at when there is nothing to say [@gu2025sink].
-# **Why**: the paper explains by $n$ why gating helps. A learned sigmoid gate does not follow the length of the context, the Kalman gain does, because $n$ does **[P]**. A sink is where this must show: its $n$ is near 1 in a context of any length. What follows for the gain is not what one would guess.
+# **Why**: the paper explains by $n$ why gating helps: a learned sigmoid gate does not follow the length of the context, whereas the Kalman gain does, because $n$ does **[P]**. A sink is where this must show: its $n$ is near 1 in a context of any length. What follows for the gain is not what one would guess.
 
 # %%
 #| hide
@@ -82,7 +82,7 @@ effective_sample_size(w), effective_sample_size(w[:, 1:] / w[:, 1:].sum())
 #
 # $$ \kappa = \frac1n = m^2 + \frac{(1-m)^2}{N}, \qquad \lim_{N \to \infty} n = \frac{1}{m^2} . \tag{43.1} $$
 #
-# Proof with three other keys; $N = T$ if they share evenly. The $p_j$ are written as unnormalised shares:
+# ($N = T$ if they share evenly.) Proof with three other keys, whose $p_j$ are written as unnormalised shares over their sum:
 
 # %%
 m = sp.Symbol("m", positive=True)
@@ -109,7 +109,7 @@ def sink_kappa(
 
 
 # %% [markdown]
-# Held to the function of chapter 10:
+# Checked against the function of chapter 10:
 
 
 # %%
@@ -183,7 +183,7 @@ S.subs(m, 1), prove(S.subs(m, 0) - spread)
 prove(sp.diff(kappa, m).subs(m, 1 / (n_rest + 1))), prove(sp.diff(kappa, m, 2) - 2 - 2 / n_rest), prove(sp.diff(S, m) - (mu**2 * (1 - 2 * m) - spread))
 
 # %% [markdown]
-# Which wins? The limits first.
+# So $\kappa$ raises the variance and $S$ lowers it. Which wins? The limits first.
 
 # %%
 variance = kappa * (kappa * s2_0 + S)
@@ -195,9 +195,9 @@ prove(variance.subs(m, 1) - s2_0), prove(variance.subs(m, 0) - (s2_0 / n_rest + 
 # - **No sink**, $m = 0$: $\lambda_{\text{obs}} \approx N/s^2$. Precision grows with the number of keys.
 # - **All sink**, $m = 1$: $\lambda_{\text{obs}} = 1/s_0^2$, what one key claims for itself, whatever the length.
 #
-# So "a sink is almost no observation" is nearly right: it is *one* observation, of the value zero, taken at its word. Not none: the filter does not know that zero means "nothing". The mean does not move, since $K e = 0$, but the update adds $\lambda_{\text{obs}} = 1/s_0^2$ to the precision all the same: **a sink makes a token surer by looking away [D].**
+# So "a sink is almost no observation" is nearly right: it is *one* observation, of the value zero, taken at its word. It is not none, because the filter does not know that zero means "nothing". The mean does not move, since $K e = 0$, but the update adds $\lambda_{\text{obs}} = 1/s_0^2$ to the precision all the same: **a sink makes a token surer by looking away [D].**
 #
-# The gain against a prior of weight $\beta\lambda$ is $K = 1/(1 + \beta\lambda/\lambda_{\text{obs}})$, and has its limits with it: $1/(1 + \beta\lambda s_0^2)$ where all is sink; 1 without a sink in a context without end; and there, with a sink of mass $m$ that does not go away, the third:
+# The gain against a prior of weight $\beta\lambda$ is $K = 1/(1 + \beta\lambda/\lambda_{\text{obs}})$, so its limits follow: $1/(1 + \beta\lambda s_0^2)$ where all is sink; 1 without a sink, in a context without end; and, in such a context with a sink of mass $m$ that does not go away, the third output below (`lam` is $\beta\lambda$):
 
 # %%
 prior = sp.Symbol("lam", positive=True)
@@ -205,9 +205,9 @@ K = 1 / (1 + prior * variance)
 prove(K.subs(m, 1) - 1 / (1 + prior * s2_0)), prove(sp.limit(K.subs(m, 0), n_rest, sp.oo) - 1), sp.simplify(sp.limit(K, n_rest, sp.oo))
 
 # %% [markdown]
-# It is below 1: a head whose sink keeps its share stays unsure in a context of any length.
+# The third is below 1: a head whose sink keeps its share stays unsure in a context of any length.
 #
-# And between the limits? The paper's story is: low $n$, low gain **[P]**. Near $m = 1$ that is a condition:
+# And between the limits? The paper's story is: low $n$, low gain **[P]**. Near $m = 1$ this is true only under a condition, which the slope of the variance shows:
 #
 # $$ \frac{d}{dm}\frac{1}{\lambda_{\text{obs}}}\Big|_{m=1} = 4 s_0^2 - (s^2 + \mu^2) . \tag{43.4} $$
 
@@ -216,6 +216,7 @@ prove(sp.diff(variance, m).subs(m, 1) - (4 * s2_0 - spread - mu**2))
 
 # %% [markdown]
 # **The gain rises as the head closes into a sink, whenever the mean square of the other values exceeds $4 s_0^2$ [D]**, although $n$ falls to 1. The reason is in (43.3): with $n$ the number of witnesses falls, but so does their disagreement, and a witness who is alone is believed.
+#
 # For many keys and $\mu = 0$ the whole course is in closed form. With $r = s_0^2/s^2 < 1/4$, the variance rises to a peak at
 #
 # $$ m^* = \frac{3 - \sqrt{9 - 32 r}}{8 r} \tag{43.5} $$
@@ -229,12 +230,13 @@ peak = (3 - sp.sqrt(9 - 32 * r)) / (8 * r)
 prove(sp.diff(course, m).subs(m, peak)), sp.limit(peak, r, 0), peak.subs(r, sp.Rational(1, 4))
 
 # %% [markdown]
-# Which side do real heads lie on? `calibrate` (40.3) makes the mean of the claims of a head equal to the mean of its scatter. For a head that is a sink of mass $M$ at every query, that is $s_0^2 = (1-M)(s^2 + M\mu^2)$, and small (where the mass varies about $M$, smaller still by $\mu^2\,\mathrm{Var}(m)$, since $S$ is concave in $m$). With $u = \mu^2/s^2$ the condition $s^2 + \mu^2 > 4 s_0^2$ becomes
+# Which side do real heads lie on? `calibrate` (40.3) makes the mean of the claims of a head equal to the mean of its scatter. For a head that is a sink of mass $M$ at every query, that means $s_0^2 = (1-M)(s^2 + M\mu^2)$, which is small (and where the mass varies about $M$, smaller still by $\mu^2\,\mathrm{Var}(m)$, since $S$ is concave in $m$). With $u = \mu^2/s^2$ the condition $s^2 + \mu^2 > 4 s_0^2$ becomes
 #
 # $$ M > \frac{(u - 1) + \sqrt{1 + u}}{2u} , $$
 #
 # which falls from three quarters, where the others say nothing in common ($u \to 0$), to a half. **A calibrated head that is closed for three quarters or more on average becomes surer by closing altogether [D].** (For $u > 3$ the condition holds once more at small $M$: a head that hardly uses its sink claims little.)
-# That is the last stretch, $m \to 1$. Where the head itself stands, at $m = M$, its gain still falls with the mass unless $M$ exceeds .825 (for many keys and $\mu = 0$, where $r = 1 - M$): below that the peak (43.5) lies beyond $M$, or, for $M \le 3/4$, there is none before 1.
+#
+# This is about the last stretch, $m \to 1$ (@fig-sink-course, right). Where the head itself stands, at $m = M$, its gain still falls with the mass unless $M$ exceeds .825 (for many keys and $\mu = 0$, where $r = 1 - M$): below that the peak (43.5) lies beyond $M$, or, for $M \le 3/4$, there is none before 1.
 
 # %%
 M, u = sp.symbols("M u", positive=True)
@@ -266,7 +268,7 @@ plt.show()
 # %% [markdown]
 # ## A sink whose logit stands still
 #
-# Where does the mass come from? From a logit that stands out. The simplest model: the sink weighs as much as $c$ ordinary keys, and goes on doing so as the context grows. With $T$ keys of equal logits besides,
+# Where does the mass come from? From a logit that stands out. The simplest model: the sink weighs as much as $c$ ordinary keys, and goes on doing so as the context grows. With $T$ other keys of equal logits,
 #
 # $$ m = \frac{c}{c + T}, \qquad e = \frac{T}{c + T}\,\mu, \qquad n = \frac{(c + T)^2}{c^2 + T} . \tag{43.6} $$
 
@@ -277,7 +279,7 @@ n = 1 / kappa.subs(in_length)
 prove(n - (c + T) ** 2 / (c**2 + T)), prove(((1 - m) * mu).subs(in_length) - T / (c + T) * mu)
 
 # %% [markdown]
-# Four ranges follow. While $T \ll c$ the head is closed and $n \approx 1$. At $T = c$ it is half open, and $n$ is still below 4. For $c \ll T \ll c^2$ it opens, and $n \approx (T/c)^2$ grows with the *square* of the length, steeper than in a broad head. Only when $T \gg c^2$ does $n$ count the keys. The slope of $\log n$ against $\log T$ is
+# Four ranges follow. While $T \ll c$ the head is closed and $n \approx 1$. At $T = c$ it is half open, and $n$ is still below 4. For $c \ll T \ll c^2$ it opens, and $n \approx (T/c)^2$ grows with the *square* of the length, more steeply than in a broad head. Only when $T \gg c^2$ does $n$ count the keys. The slope of $\log n$ against $\log T$ is
 #
 # $$ \frac{d \log n}{d \log T} = \frac{2T}{c + T} - \frac{T}{c^2 + T} . \tag{43.7} $$
 
@@ -288,10 +290,10 @@ prove(T * sp.diff(sp.log(n), T) - slope), sp.limit(n, T, 0), sp.limit(n.subs(T, 
 # %% [markdown]
 # Two things follow in this model **[D]**:
 #
-# - *A plain head with a sink is gated already, by a gate that follows the length.* The first token does what the learnt logit of (42.3) does: $1 - m$ opens as the context grows, its odds $T/c$ double with it. A sigmoid gate on the query (42.1) sees one token; a network that gates by it can do without the sink, and need not follow the length.
-# - *The sink hides the length from $n$*, until the context is longer than the sink is heavy. For the gain it depends on the claims: where they are large, $4 s_0^2 > s^2 + \mu^2$, it rises from the first key on; where they are small it first *falls* as the context grows, while $m$ comes down from 1 to the peak $m^*$ of (43.5).
+# - *A plain head with a sink is gated already, by a gate that follows the length.* The first token does what the learnt logit of (42.3) does: $1 - m$ opens as the context grows, and its odds $T/c$ double when the context does. A sigmoid gate on the query (42.1) sees one token; a network that gates by it can do without the sink, and need not follow the length.
+# - *The sink hides the length from $n$*, until the context is longer than the sink is heavy. What the gain does depends on the claims (@fig-sink-length): where they are large, $4 s_0^2 > s^2 + \mu^2$, it rises from the first key on; where they are small, it first *falls* as the context grows, while $m$ comes down from 1 to the peak $m^*$ of (43.5).
 #
-# That logits stand still is an assumption about what a network has learnt, not a theorem. A sink that holds a constant *share* $m$ instead, because its logit rises with the length as $\log T$ does, is no gate that follows anything, and caps $n$ at $1/m^2$ for good. What the sinks of a pretrained model do, [the experiment](experiments/attention_sinks.ipynb) says.
+# That logits stand still is an assumption about what a network has learnt, not a theorem. A sink that holds a constant *share* $m$ instead, because its logit rises with the length as $\log T$ does, is no gate that follows anything, and caps $n$ at $1/m^2$ for good. What the sinks of a pretrained model do is the subject of [the experiment](experiments/attention_sinks.ipynb).
 
 
 # %%
@@ -317,8 +319,8 @@ plt.show()
 # %% [markdown]
 # ## What to measure
 #
-# Per layer, head and query: the mass on the first token, $n$ with and without it (the $n$ and $N$ of (43.1)), the scatter $S$, and the mean square of the other values, $s^2 + \mu^2$, and of the first token's, which the formulas take to be zero. Of a filtering layer also $1/\lambda_{\text{obs}}$ per head, the gain and $\bar\lambda$; of a gated one the gate. The weights are those that the model really uses: with $\bar\lambda$ in a filtering layer, with the learnt logit where there is one.
-# A learnt sink logit is a key like others here, in front of all, with the value zero.
+# Per layer, head and query: the mass on the first token, $n$ with and without this token (the $n$ and $N$ of (43.1)), the scatter $S$, and the mean square of the other values, $s^2 + \mu^2$, and of the first token's, which the formulas take to be zero. For a filtering layer also $1/\lambda_{\text{obs}}$ per head, the gain and $\bar\lambda$; for a gated one the gate. The weights are those that the model really uses: with $\bar\lambda$ in a filtering layer, with the learnt logit where there is one.
+# A learnt sink logit counts here as a key like the others, in front of all, with the value zero.
 
 
 # %%
@@ -401,7 +403,7 @@ pd.DataFrame({name: x[0, 0] for name, x in measure_call(called)._asdict().items(
 # %% [markdown]
 # ### Listening to a model
 #
-# transformers' layers ask one place for the attention function they are to call. While we listen, that place hands out the same function with an ear: rotary positions, grouped heads, masks and $\bar\lambda$ are then what the model itself uses, whatever implementation it runs on (which need not have the weights in memory: they are computed again, in blocks).
+# transformers' layers ask one place for the attention function they are to call. While we listen, that place hands out the same function, wrapped so that it also tells us what it was asked: rotary positions, grouped heads, masks and $\bar\lambda$ are then what the model itself uses, whatever implementation it runs on (which need not have the weights in memory: they are computed again, in blocks).
 
 # %%
 #| exports
@@ -477,7 +479,7 @@ def watching(
 # %% [markdown]
 # ### By layer, head and position
 #
-# How long is a context? In a causal model the $t$-th query sees $t$ keys whatever the length of the text, so the length is the query's position, and one pass measures all of them. Queries go into bins that double: 2, 3–4, 5–8 … The first query sees nothing but the first token and is left out.
+# How long is a context? In a causal model the $t$-th query sees $t$ keys whatever the length of the text, so the length is the query's position, and one pass measures all lengths. Queries go into bins that double: 2, 3–4, 5–8 … The first query sees nothing but the first token and is left out.
 
 # %%
 #| exports
@@ -506,7 +508,7 @@ def binned(
 
 
 # %% [markdown]
-# A filtering layer's attention returns the variance of each head; solving (43.3) for the claim gives $s_0^2 = n\,(n/\lambda_{\text{obs}} - S)$. And a learnt sink logit is a gate, (42.3), of what it leaves, $g = 1 - m_s$. Its log-odds are taken from the weights in float32, sum over tokens to sink, since in bfloat16 a gate that is nearly open rounds to 1.
+# A filtering layer's attention returns the variance of each head; solving (43.3) for the claim gives $s_0^2 = n\,(n/\lambda_{\text{obs}} - S)$. And a learnt sink logit of mass $m_s$ is a gate (42.3), which is what the sink leaves, $g = 1 - m_s$. Its log-odds are taken from the weights in float32, as the sum over tokens against the sink, since in bfloat16 a gate that is nearly open rounds to 1.
 
 
 # %%
@@ -527,7 +529,7 @@ def of_attention(
 
 
 # %% [markdown]
-# Gain and gate are both sigmoids, which makes them comparable without a unit **[D]**: $K = \sigma(\log \lambda_{\text{obs}} - \log \beta_g\lambda)$ and $g = 2\,\sigma(W_g x)$. So beside the values we keep what is inside, the *log-odds*: of a gate on the query it is $W_g x$, of a sink logit $L - s$ (42.3), of the gain the log-ratio of evidence to prior.
+# Gain and gate are both sigmoids, which makes them comparable without a unit **[D]**: $K = \sigma(\log \lambda_{\text{obs}} - \log \beta_g\lambda)$ and $g = 2\,\sigma(W_g x)$. So beside the values we keep what is inside the sigmoid, the *log-odds*: of a gate on the query it is $W_g x$, of a sink logit $L - s$ (42.3), of the gain the log-ratio of evidence to prior.
 
 
 # %%
@@ -652,7 +654,7 @@ found = measure_sinks(tiny(), ids)
 found.query("text == 0 and layer == 0 and head == 0").drop(columns=["text", "learnt", "length"]).round(2)
 
 # %% [markdown]
-# The table against the explicit computation: transformers' own weights, all in memory.
+# The table is checked against the explicit computation: transformers' own weights, all in memory.
 
 # %%
 explicit = tiny()
@@ -708,7 +710,7 @@ def sink_rate(
 per_head(found)[["mass", "n_eff", "n_rest"]].head(3).round(3), sink_rate(found), sink_rate(found, threshold=0.05)
 
 # %% [markdown]
-# And to look at a head, its weights themselves, which are a table and are meant for short texts:
+# To look at single heads there are their weights themselves, a table of all pairs of tokens and therefore meant for short texts:
 
 
 # %%
@@ -740,6 +742,8 @@ torch.testing.assert_close(attention_maps(explicit, ids[:1], [(1, 2)])[0], table
 
 # %% [markdown]
 # ## How it fails
+#
+# What cannot be measured is refused, and what would be allowed is named:
 
 # %%
 test_fail(lambda: measure_sinks(tiny(), ids[:, :1]), contains="length must be at least 2")
@@ -757,13 +761,13 @@ test_fail(lambda: measure_sinks(other, ids), contains="got gemma2")
 # - *The sink's value is zero.* It is small in real models, not zero: `first` against `others` says how small. And sinks are not always first tokens; a full stop or a line break can be one [@sun2024massive]. We count the first.
 # - *All keys claim the same.* A first token may be tracked as far more or less reliable than others; then $m = 1$ ends on its own claim $1/\bar\lambda_1$, wherever that is.
 # - *One head.* Variances add over heads (21.2): a sink adds its $s_0^2$ to the variance of what the layer observes, and so lowers the gain of the heads that do say something. The limits of (43.3) are those of a head, not of the layer.
-# - *Length is position.* For the $t$-th query of a text, whatever comes later. A text has a beginning, so early positions are not late ones with less context: they are other text.
+# - *Length is position.* It is the $t$ of the $t$-th query of a text, whatever comes later. But a text has a beginning, so early positions are not late ones with less context: they are different text.
 # - No padding: left padding would move the first token. Texts are cut to one length.
 # - In a filtering layer the weights contain $\bar\lambda$, so a sink may be due to the logits or to the precision.
 #
 # ## Summary
 #
-# - A sink of mass $m$ caps the effective sample size at $1/m^2$; it is *one* observation of nothing, taken at its word, and the update grows surer by it.
+# - A sink of mass $m$ caps the effective sample size at $1/m^2$; it is *one* observation of nothing, taken at its word, and the update makes the token surer by it.
 # - Low $n$ does not mean low gain: as a head closes into a sink the number of witnesses and their disagreement fall together, and the gain *rises* if the others' mean square exceeds $4 s_0^2$.
 # - A sink whose logit stands still is a gate that follows the length, and hides the length from $n$ until the context outweighs it; one that keeps its share is neither. `measure_sinks` says where real heads lie, block by block, for plain, gated and filtering models alike.
 #
@@ -773,7 +777,7 @@ test_fail(lambda: measure_sinks(other, ids), contains="got gemma2")
 #
 # <details><summary>Answer</summary>
 #
-# The average of $c/(c+t)$ over $t = 1 \dots T$ is about $(c/T)\log(1 + T/c)$, a function of $c/T$ alone: the rate depends on the length of the texts it is measured on, so that is always to be said with it. At $m = .3$:
+# The average of $c/(c+t)$ over $t = 1 \dots T$ is about $(c/T)\log(1 + T/c)$, a function of $c/T$ alone: the rate depends on the length of the texts it is measured on, so that length must always be stated with the rate. At $m = .3$:
 
 # %%
 x = sp.Symbol("x", positive=True)
@@ -797,7 +801,7 @@ prove((1 / (broad + s2_0)) / (1 / broad) - 1 / (1 + n_rest * s2_0 / spread))
 # %% [markdown]
 # </details>
 #
-# **3.** Would reading 1 of chapter 11, which counts every key, $1/\lambda_{\text{obs}} = (s_0^2 + S)/T$, behave as the paper's story wants?
+# **3.** Would reading 1 of chapter 11, $1/\lambda_{\text{obs}} = (s_0^2 + S)/T$, which counts every key, behave as the paper's story wants?
 #
 # <details><summary>Answer</summary>
 #
