@@ -14,7 +14,7 @@
 # %% [markdown]
 # A filter that helps should help less when a part of it is taken away, and the part whose loss costs most is the one that matters. A filter that does not help should show, among its variants, what stands in its way.
 #
-# **What would refute the filter here**: variants without gain, without bias or without both that rank as well as the whole.
+# **What would refute the filter here**: variants without gain, without bias (the $\log\bar\lambda$ that kriging adds to the logits) or without both that rank as well as the whole.
 #
 # The page trains nothing: it reads the cells that `bft sweep nbs/experiments/grids/ablation.yaml` stored, at the tuned dropout and learning rate of the filter.
 
@@ -59,9 +59,9 @@ for dataset, backbone in [*studied, *norms]:
 # | `precision_init: 0.1`, `10`, `100`, `frequency` | τ starts lower, higher, much higher, by log frequency |
 # | `precision_lr` | τ and Q learn faster |
 #
-# Where the norms stand is no part of the filter, but changes what it filters; it has a table of its own, at the end.
+# The place of the norms is not a part of the filter, but changes what it filters; it has a table of its own, at the end.
 #
-# HSTU has no feed-forward network, so no J; its weights are not a distribution, so the reading of weights and the resolution do not arise.
+# HSTU has no feed-forward network, so no Jacobian J; its weights are not a distribution, so neither the reading of the weights nor the resolution applies to it.
 
 # %%
 stored = study_rows()
@@ -80,7 +80,7 @@ found = {(dataset, backbone): variants(dataset, backbone) for dataset, backbone 
 # %% [markdown]
 # ## What each costs or gains
 #
-# NDCG@10 on validation and test; the difference on the test items to the filter as derived, and to the plain layer, in percent of theirs, paired by user, with 95 % bootstrap intervals. A pair uses the seeds that both have; the intervals are over users, not over seeds. The plain layer has the learning rate that it chose itself: for HSTU on the sparse sets .006, where the filter has .003. Where either is stored at the other's rate, the last columns compare with that.
+# NDCG@10 on validation and test; then the difference on the test items to the filter as derived, and to the plain layer, in percent of theirs, paired by user, with 95 % bootstrap intervals (the figure draws the first). A pair uses the seeds that both have; the intervals are over users, not over seeds. The plain layer has the learning rate that it chose itself: for HSTU on the sparse sets .006, where the filter has .003. Where either is stored at the other's rate, the last columns compare with that.
 
 
 # %%
@@ -118,9 +118,9 @@ plt.show()
 # %% [markdown]
 # ## Norms in front or behind
 #
-# All models of the study are pre-norm: a branch reads $\operatorname{norm}(h)$ and adds to an $h$ that no norm touches, so $h$ grows over the layers and the share of one observation in it shrinks. In post-norm, as in the original transformer and BERT4Rec, a norm stands behind each sum: $h$ has a fixed length, and the filter's belief passes two norms a layer, each of which rescales its precision (21.3). A filter whose gain only stands in for a length that nobody bounds would have less to do there.
+# All models of the study are pre-norm: a branch reads $\operatorname{norm}(h)$ and adds to an $h$ that no norm touches, so $h$ grows over the layers and the share of one observation in it shrinks. In post-norm, as in the original transformer and BERT4Rec, a norm stands behind each sum: $h$ has a fixed length, and the filter's belief passes two norms a layer, each of which rescales its precision (21.3). A filter whose gain only stands in for a bound on that length would have less to do there.
 #
-# The layers keep the dropout and learning rate that they chose in pre-norm, so it is the difference *between* the layers within post-norm that is asked for; post-norm itself may want a smaller rate.
+# The layers keep the dropout and learning rate that they chose in pre-norm, so the question is the difference *between* the layers within post-norm; post-norm itself may want a smaller rate.
 
 
 # %%
@@ -143,12 +143,31 @@ pd.DataFrame({(*where, arm): norm_line(where, arm) for where in norms for arm in
 # %% [markdown]
 # ## Reading
 #
-# **Post-norm does not bring a gain of precision to light.** On Beauty all three layers of SASRec lose by it at the rates they chose in pre-norm, torch's 10 %, the null 4 %, the filter 3 %, with intervals clear of zero. So there the filter leads torch's layer by 8 %, and this is the null's lead: over the null the filter is .7 % ahead, with an interval that includes zero, as in pre-norm. It is another filter all the same: the gain falls from .4 to .1 in the first layer and from .5 to .2 in the second.
+# **On Beauty SASRec's filter misses no part, as there is no gain to lose; on Instruments the filter helps and either half of it will do; in HSTU a larger first precision does what a larger learning rate does; post-norm brings no gain of precision to light.**
 #
-# What the table shows is what is stored: for SASRec most kinds of variant on Beauty and the main ones on Instruments; for HSTU a larger first precision. Not run are the other reading of the weights, gradients through $J$, a $\tau$ that starts at another number in SASRec, other values of $Q$ and $\nu_0$, and the halves of HSTU's filter. Each is shown when its rows are.
+# **SASRec on Beauty: no part is missed.**
 #
-# **On Beauty no part is missed**, as there is no gain to lose. Without a Jacobian, without $Q$, with one variance per head, with one $\tau$ for all or one that starts from frequency, the filter ranks as it does whole. Bias alone and a prior worth next to nothing are better than the whole on the test items, by amounts just clear of zero, but neither stands out on validation, where gain alone leads; of ten variants at one seed that establishes no order. A $\tau$ from the embedding, by a network, is the lowest on both, on test with an interval that just includes zero.
+# - Without a Jacobian, without $Q$, with one variance per head, with one $\tau$ for all or one that starts from frequency, the filter ranks as it does whole.
+# - Bias alone and a prior worth next to nothing are better than the whole on the test items, by amounts just clear of zero, but neither stands out on validation, where gain alone leads; of ten variants at one seed that establishes no order.
+# - A $\tau$ from the embedding, by a network, is the lowest on both, on test with an interval that just includes zero.
 #
-# **On Instruments the filter helps, and either half will do.** Without both, the lead over torch's layer halves, with an interval clear of zero. With either of them most of it is back. One $\tau$ for all items and a filter without Q cost nothing that the intervals can tell from zero. So what helps there is a precision that follows the weights' $n$ and the values' scatter, by whichever way it acts; not what is learnt of single items, and not the process noise, without which a filter freezes in theory and over two layers does not.
+# **SASRec on Instruments: either half will do.**
 #
-# **HSTU: a larger first precision does what a larger learning rate does.** As derived and at the rate it chose, .003, $\tau$ starts at one and stays there, and the gain of the first layer is .9 and more for all but the most popular items: hardly a filter. With a $\tau$ of a hundred the gain of popular items falls to a half. On Instruments that filter is 3 % ahead of the plain layer and of the filter as derived, with intervals clear of zero; on Beauty it is level with the plain layer, on Sports and Toys 1.3 and .7 % ahead of it, with intervals that include zero. But twice the rate, the plain layer's own, lowers the gain as well, and against the filter as derived at that rate the larger $\tau$ leads nowhere (+.1 % on Instruments, behind by 1.3 and 2.4 % on Beauty and Sports, intervals that include zero). So what helps HSTU on Instruments is a filter that filters, whichever way it comes to it, and nothing is left for the start of $\tau$ in particular. One seed, tried after the study was read.
+# - Without both halves, bias and gain, the lead over torch's layer halves, with an interval clear of zero. With either of them most of it is back.
+# - One $\tau$ for all items and a filter without $Q$ cost nothing that the intervals can tell from zero.
+# - So what helps there is a precision that follows the weights' $n$ and the values' scatter, by whichever way it acts; not what is learnt of single items, and not the process noise, without which a filter freezes in theory and over two layers does not.
+#
+# **HSTU: a larger first precision does what a larger learning rate does.** One seed, tried after the study was read.
+#
+# - As derived and at the rate it chose, .003, $\tau$ starts at one and stays there, and the gain of the first layer is .9 and more for all but the most popular items: hardly a filter. With a $\tau$ of a hundred the gain of popular items falls to a half.
+# - On Instruments that filter is 3 % ahead of the plain layer and of the filter as derived, with intervals clear of zero; on Beauty it is level with the plain layer, on Sports and Toys 1.3 and .7 % ahead of it, with intervals that include zero.
+# - But twice the rate, the plain layer's own, lowers the gain as well, and against the filter as derived at that rate the larger $\tau$ leads nowhere (+.1 % on Instruments, behind by 1.3 and 2.4 % on Beauty and Sports, intervals that include zero).
+# - So what helps HSTU on Instruments is a filter that filters, whichever way it comes to it, and nothing is left for the start of $\tau$ in particular.
+#
+# **Post-norm does not bring a gain of precision to light** (SASRec on Beauty).
+#
+# - All three layers lose by it at the rates they chose in pre-norm, torch's 10 %, the null 4 %, the filter 3 %, with intervals clear of zero.
+# - So there the filter leads torch's layer by 8 %, and this is the null's lead: over the null the filter is .7 % ahead, with an interval that includes zero, as in pre-norm.
+# - It is another filter all the same: the gain falls from .4 to .1 in the first layer and from .5 to .2 in the second.
+#
+# **What remains open.** The tables show what is stored: for SASRec most kinds of variant on Beauty and the main ones on Instruments; for HSTU a larger first precision. Not run are the other reading of the weights, gradients through $J$, a $\tau$ that starts at another number in SASRec, other values of $Q$ and $\nu_0$, and the halves of HSTU's filter. Each is shown when its rows are.

@@ -14,9 +14,9 @@
 # %% [markdown]
 # **The paper says** why its filter helps where gates help, and more: a learned sigmoid gate [@qiu2025gated] does not change with the length of the context, the Kalman gain does, because the effective sample size does [@bft2026].
 #
-# **What would refute it here**: a gate whose log-odds rise with the length as those of the gain do, or a gain that is as flat as the gate. [Chapter 43](../43_sinks.ipynb) adds a doubt to be settled: a head that is a sink hides the length from $n$, and its gain may stand still or fall.
+# **What would refute it here**: a gate whose log-odds rise with the length as those of the gain do, or a gain that is as flat as the gate. [Chapter 43](../43_sinks.ipynb) adds a doubt to be settled: a head that is a sink (it keeps much of its weight on the first token) hides the length from the effective sample size $n$, and its gain may stand still or fall.
 #
-# The unit that compares them: $g = 2\sigma(\cdot)$ and $K = \sigma(\cdot)$ are sigmoids, so we regress the log-odds, base 2, on the logarithm of the position, base 2. A slope of 0 is flat; of 1, the odds double when the context does, as those of a broad head with $\lambda_{\text{obs}} \propto n$ do and those of a sink logit (43.6).
+# The common unit: $g = 2\sigma(\cdot)$ and $K = \sigma(\cdot)$ are sigmoids, so we regress the log-odds, base 2, on the logarithm of the position, base 2. A slope of 0 is flat. At a slope of 1 the odds double when the context does, as they do for a broad head with $\lambda_{\text{obs}} \propto n$ and for a sink logit (43.6).
 #
 # This page runs *one* cell of the study, by default a tiny Llama on made-up sentences, offline and in seconds.
 
@@ -85,7 +85,7 @@ place, called = resolve_device(device), model_name(model)
 # %% [markdown]
 # ## Text
 #
-# Paragraphs that questions are asked about, each once, in the order of their files: Wikipedia (44 articles of SQuAD's training part, SQuADShifts' new ones), Amazon reviews, and passages of Natural Questions with their titles. To be measured on: SQuAD's development part, other articles. A blank line between paragraphs; each text of `length` tokens begins with BOS, which occurs nowhere else.
+# Paragraphs that questions are asked about, each once, in the order of their files: Wikipedia (44 articles of SQuAD's training part, SQuADShifts' new ones), Amazon reviews, and passages of Natural Questions with their titles. What is measured on is SQuAD's development part, which has other articles. A blank line between paragraphs; each text of `length` tokens begins with BOS, which occurs nowhere else.
 
 # %%
 taught = documents(TAUGHT if text == "qa" else ["lookup"])
@@ -105,7 +105,7 @@ pd.DataFrame({part: {"paragraphs": len(texts), "tokens": len(tokens), "different
 # %% [markdown]
 # ## One cell
 #
-# A filter's scales are calibrated on eight texts that are learnt from. A model from scratch has nothing to lose, so its filter starts with the equations to the letter. Two more arms take it apart: a filter without a gain, and a plain model with a constant one (damped), the null. A training whose rows are stored keeps checkpoints and goes on from the last of them after a kill; with `store = False` it writes none.
+# A filter's scales are calibrated on eight of the texts that are learnt from. A model from scratch has nothing to lose, so its filter starts with the equations to the letter. Two more arms take it apart: a filter without a gain, and a plain model with a constant one (*damped*), the null. A training whose rows are stored keeps checkpoints and, if it is killed, goes on from the last of them; with `store = False` it writes none.
 
 # %%
 params = dict(study=study, method=method, length=length, windows=windows, dtype=dtype)
@@ -144,7 +144,7 @@ pd.DataFrame(losses[:: max(1, len(losses) // 8)], columns=["step", "loss"]).set_
 
 
 # %% [markdown]
-# What is measured is chapter 43's, on texts spread over the held-out stream. BOS is in front of every text; a pretrained plain model is looked at twice, with it and without. And twice in another sense: in one pass the length of the context is the position of a query, and late queries are other text than early ones; so the *same* last tokens of each text are read again behind contexts of growing length.
+# The measures are chapter 43's, on texts spread over the held-out stream. BOS is in front of every text; a pretrained plain model is measured both with it and without. The length, too, is varied in two ways. In one pass the length of the context is the position of a query, but late queries are other text than early ones; so the *same* last tokens of each text are read again behind contexts of growing length.
 
 # %%
 last = min(64, length // 4)  # tokens that are read behind contexts of growing length
@@ -173,7 +173,7 @@ memory = {} if place.type != "cpu" or math.isnan(peak := peak_memory()) else {"p
 {split: {"bos": bool(frame["bos"].all()), "loss": round(loss, 3), "sink rate": round(sink_rate(frame), 3)} for split, (frame, _, loss) in measured.items()}
 
 # %% [markdown]
-# By length, means over texts, layers and heads; and the slope of each from the queries 33–64 on, a line through the bins of one text against the logarithm of their ends, averaged over texts with a bootstrap interval. $n$ enters by its logarithm, odds in doublings.
+# Measures by length are means over texts, layers and heads. The slope of each is taken from the queries 33–64 on: a line through the bins of one text against the logarithm of their ends, averaged over texts with a bootstrap interval. $n$ enters by its logarithm, odds in doublings.
 
 # %%
 BY_LENGTH = ("mass", "learnt", "n_eff", "n_rest", "gate", "gate_odds", "gain", "gain_odds")
@@ -215,7 +215,7 @@ results = {split: metrics(*found) for split, found in measured.items()}
 pd.DataFrame({split: {name: value for name, value in found.items() if "slope." in name} for split, found in results.items()}).round(3)
 
 # %% [markdown]
-# Heads, one by one, are kept as arrays (layer, head, bin), and two maps of the first 64 tokens of the first text: of the head with the most mass on the first token, and of the one with the largest $n$ (both counted from 0).
+# Single heads are kept as arrays (layer, head, bin), and two maps of the first 64 tokens of the first text: of the head with the most mass on the first token, and of the one with the largest $n$ (both counted from 0).
 
 
 # %%
@@ -245,7 +245,7 @@ if store:
 # %% [markdown]
 # ## The study
 #
-# From the rows that are stored, whatever run this page was made by; where there are none, the figures show this run.
+# What follows is read from the stored rows, whatever run this page was made by; where there are none, the figures show this run.
 #
 # ```bash
 # bft models fetch smollm2
@@ -304,7 +304,7 @@ def table(study: str, split: str = "bos") -> pd.DataFrame:
 pd.concat({split: table("pretrained", split) for split in ("bos", "no bos")})
 
 # %% [markdown]
-# The most memory that these runs have held at once [GB], libraries, weights and all; a table of all pairs in float32 would take 4.5 GB more in the plain model, of 30 layers, 9 heads and 2,048 tokens:
+# Three figures follow: two heads, means over heads by position, and layers. First the most memory that these runs have held at once [GB], libraries, weights and all; a table of all pairs in float32 would take 4.5 GB more in the plain model, of 30 layers, 9 heads and 2,048 tokens:
 
 # %%
 most = choose(stored, study="pretrained", split="bos", metric="peak_memory")
@@ -370,7 +370,12 @@ for ax, shade, name, top in zip(axes, shades, ("mass", "log₁₀ λ̄ [h⁻²]"
 plt.show()
 
 # %% [markdown]
-# Are the formulas of chapter 43 those of real heads? Each dot is a head, at the bin that ends at 1,024 (or the last). By (43.1) no dot of the first panel may lie above $1/m^2$; the curve below is that of an even spread over all other keys. By (43.2) the scatter lies between the two curves, whatever the others say, if the sink's value is zero. (43.4) tells on which side a filtering head lies: below 1, its gain would rise on the last stretch to $m = 1$; the curve is that of a head calibrated at its own constant mass, with $\mu = 0$. And so is the last, of $\lambda_{\text{obs}}$ by (43.3), with the median $N$ of these heads.
+# Do real heads follow the formulas of chapter 43? In the four panels of the figure each dot is a head, at the bin that ends at 1,024 (or the last).
+#
+# - *Sample size*: by (43.1) no dot may lie above $1/m^2$; the curve below it is that of an even spread over all other keys.
+# - *Scatter*: by (43.2) it lies between the two curves, whatever the others say, if the sink's value is zero.
+# - *$4 s_0^2$*: (43.4) tells on which side a filtering head lies; below 1, its gain would rise on the last stretch to $m = 1$. The curve is that of a head calibrated at its own constant mass, with $\mu = 0$.
+# - *Precision*: the curve is again that of such a head, of $\lambda_{\text{obs}}$ by (43.3), with the median $N$ of these heads.
 
 # %%
 #| label: fig-heads
@@ -406,7 +411,7 @@ for ax in axes[1]:
 plt.show()
 
 # %% [markdown]
-# Is a sink a gate that follows the length, as the model (43.6) of a sink whose logit stands still has it? Of the heads that are sinks at the length of the figure: their mean mass; the mass by (43.6) if each weighs as many keys as it does there; the weight $c = mT/(1-m)$ in keys that (43.6) needs at each length (median over heads); and the mean mass of the others.
+# Is a sink a gate that follows the length, as (43.6) says of a sink whose logit stands still? The table has, of the heads that are sinks at the length of the figure, their mean mass; the mass by (43.6) if each weighs as many keys at every length as it does there; and the weight $c = mT/(1-m)$ in keys that (43.6) needs at each length (median over heads). Beside them the mean mass of the other heads.
 
 # %%
 high, closed = plain["high"], plain["mass"][..., at] > 0.3
@@ -418,7 +423,7 @@ pd.DataFrame(columns, index=pd.Index(high, name="queries up to")) if closed.any(
 
 
 # %% [markdown]
-# The same in slopes per doubling of the length: of $\log_2$ odds of $1 - m$, which (43.6) puts at 1, and of $\log_2 n$, both of the plain model; of $\log_2 \lambda_{\text{obs}}$ of each head in the filter. And how near the first token's value is to zero: its mean square as a share of the others'.
+# The same in slopes per doubling of the length: of the $\log_2$ odds of $1 - m$, which (43.6) puts at 1, and of $\log_2 n$, both of the plain model; of $\log_2 \lambda_{\text{obs}}$ of each head in the filter. The last row says how near the first token's value is to zero: its mean square as a share of the others'.
 
 
 # %%
@@ -442,13 +447,14 @@ columns["value of the first token"] = (plain["first"] / plain["others"])[..., at
 pd.DataFrame({name: {"sinks": spread_of(x[closed]), "others": spread_of(x[~closed])} for name, x in columns.items()}).T.rename_axis("median over heads [middle 80 %]")
 
 # %% [markdown]
-# **Reading.** Half of the heads of SmolLM2-135M-Instruct are sinks, all of them beyond the first third of the layers, and of whatever token comes first: with BOS or without, half of the heads hold more than .3 of their weight there, at every length from 64 on. The first token's value is nearly zero in the sinks, a twenty-fifth of the others' in the median.
+# **Reading. Half of the heads of SmolLM2-135M-Instruct are sinks, and a sink keeps its *share* of the weight as the context grows, so it is hardly a gate that follows the length.**
 #
-# *Their mass does not do what a logit that stands still would do.* By (43.6) a sink that holds .53 at 1,024 would have held .94 at 64; it held .62. In keys, the weight of a sink grows with the context, from 81 to 1,693 in the median; the odds of $1 - m$ double not with each doubling of the length but with every fourteenth. A sink of a pretrained model keeps its *share*. So it is hardly a gate that follows the length, though (43.1) holds: it caps $n$ for good. In the median sink $n$ grows by .04 of a doubling per doubling of the length, in the other heads by .24. And so does what the paper's argument needs: $\lambda_{\text{obs}}$ of a sink grows by .03, of the others by .28.
-#
-# *The sink is not the whole reason.* Without the first token (dashed) $n$ grows by .30 instead of .24 in the mean over all heads: other weights gather on few keys, too. The heads lie where chapter 43's formulas put them, no dot above $1/m^2$; most sinks lie to the left of the point from which closing makes surer, with a precision near the lowest that (43.3) allows.
-#
-# *The filter*, calibrated and not trained, has odds that follow the length, by a tenth of a doubling, also where the same tokens are read behind longer contexts; nearly all of it in its first third of layers ([below](#layer-by-layer)). In the gain itself that is next to nothing, since at the shipped start it is near 1: it goes from .987 to .989.
+# - *Where*: all of them are beyond the first third of the layers, and they are sinks of whatever token comes first: with BOS or without, half of the heads hold more than .3 of their weight there, at every length from 64 on. The first token's value is nearly zero in the sinks, a twenty-fifth of the others' in the median.
+# - *Their mass does not do what a logit that stands still would do.* By (43.6) a sink that holds .53 at 1,024 would have held .94 at 64; it held .62. In keys, the weight of a sink grows with the context, from 81 to 1,693 in the median; the odds of $1 - m$ double not with each doubling of the length but with every fourteenth.
+# - *Sample size*: (43.1) holds all the same: a sink caps $n$ for good. In the median sink $n$ grows by .04 of a doubling per doubling of the length, in the other heads by .24. And so does what the paper's argument needs: $\lambda_{\text{obs}}$ of a sink grows by .03, of the others by .28.
+# - *The sink is not the whole reason.* Without the first token (dashed) $n$ grows by .30 instead of .24 in the mean over all heads: other weights gather on few keys, too.
+# - *The heads lie where chapter 43's formulas put them*, no dot above $1/m^2$; most sinks lie to the left of the point beyond which closing further makes a head surer, with a precision near the lowest that (43.3) allows.
+# - *The filter*, calibrated and not trained, has odds that follow the length, by a tenth of a doubling, also where the same tokens are read behind longer contexts; nearly all of it in its first third of layers ([below](#layer-by-layer)). In the gain itself that is next to nothing, since at the shipped start it is near 1: it goes from .987 to .989.
 #
 # ### After fine-tuning
 #
@@ -458,7 +464,12 @@ pd.DataFrame({name: {"sinks": spread_of(x[closed]), "others": spread_of(x[~close
 table("tuned")
 
 # %% [markdown]
-# **Reading.** Forty steps on 80 texts remove no sinks from the plain model, from the filter, or with elementwise gates: half of the heads remain sinks. Headwise gates bring the share from .53 to .41. More steps may do more; this is a statement about forty. Gates cost loss here, .02 nats headwise and .07 elementwise; their rate, 100 times that of the pretrained weights, was not tuned. **A gate is flat**: its log-odds change by .001 or .002 per doubling of the length, those of the filter's gain as before training, by .09. In what they multiply, both move little: the gain from .969 to .974.
+# **Reading. After forty steps a gate is flat, and the odds of the filter's gain follow the length as before training.**
+#
+# - *Gates and gain*: the gates' log-odds change by .001 or .002 per doubling of the length, those of the filter's gain by .09. In what they multiply, both move little: the gain from .969 to .974.
+# - *Sinks*: forty steps on 80 texts remove none from the plain model, from the filter, or with elementwise gates: half of the heads remain sinks. Headwise gates bring the share from .53 to .41.
+# - *Loss*: gates cost some here, .02 nats headwise and .07 elementwise; their rate, 100 times that of the pretrained weights, was not tuned.
+# - What remains open: more steps may do more; this is a statement about forty.
 #
 # ### From scratch
 #
@@ -468,7 +479,7 @@ table("tuned")
 table("scratch")
 
 # %% [markdown]
-# All arms of the table have one learning rate. Losses at others, and the slope of the filter's gain, means over seeds:
+# All arms of the table have one learning rate. Losses at other rates, and the slope of the filter's gain, means over seeds; then a figure of gate and gain in all three studies:
 
 # %%
 any_lr = {of: {name: value for name, value in budget.items() if name != "lr"} for of, budget in budgets.items() if of == "scratch"}
@@ -511,17 +522,17 @@ fig.legend(*axes[0, -1].get_legend_handles_labels(), fontsize=8, loc="center lef
 plt.show()
 
 # %% [markdown]
-# **Reading.** In 420 steps no arm grows a sink, so there is none to remove here.
+# **Reading. From scratch the gates are flat and the gain is not, which is the paper's contrast, but it is not robust; and at this size and budget the filter learns faster because its update is smaller, not because it knows which update to trust.**
 #
-# **The gates are flat, the gain is not**, at this learning rate: the log-odds of both sigmoid gates change by nothing that the intervals can tell from zero, those of the filter's gain by .15 and .16 per doubling in two seeds (.17 where the same tokens are read behind longer contexts), as its sample size grows by .46 and .36. That is the paper's contrast, at a seventh of what a head that reads everything alike would show. It is a mean over layers of which one does most of it (below), and **it is not robust**: at twice the learning rate the slope is −.01. What the gain does depends on what the network has learnt to need; following the length is in its reach, and not in a sigmoid gate's, but nothing makes it.
-#
-# A learnt sink logit's odds rise with a slope of more than 1, which is what (43.6) gives to logits that stand still: the best matches of a longer context are better. By then the logit holds next to no mass.
-#
-# **The filter's loss is .55 below that of the plain model, and the null's is lower still.** Precision in the weights without a gain (*no gain*) does nothing for the loss; a constant factor of .3 on what attention writes does all of it, and a little more than the filter. The rate is not the reason either: the plain model at its best of three stays .55 above. So at this size and budget the filter learns faster because its update is smaller, not because it knows which update to trust.
+# - *Sinks*: in 420 steps no arm grows one, so there is none to remove here.
+# - *Gates and gain, at this learning rate*: the log-odds of both sigmoid gates change by nothing that the intervals can tell from zero, those of the filter's gain by .15 and .16 per doubling in two seeds (.17 where the same tokens are read behind longer contexts), as its sample size grows by .46 and .36. That is a seventh of what a head that reads everything alike would show, and a mean over layers of which one does most of it (below).
+# - *Not robust*: at twice the learning rate the slope is −.01. What the gain does depends on what the network has learnt to need; following the length is in its reach, and not in a sigmoid gate's, but nothing makes it.
+# - *A learnt sink logit*: its odds rise with a slope of more than 1, the slope that (43.6) gives to logits that stand still: the best matches of a longer context are better. By then the logit holds next to no mass.
+# - *The filter's loss is .55 below that of the plain model, and the null's is lower still.* Precision in the weights without a gain (*no gain*) does nothing for the loss; a constant factor of .3 on what attention writes does all of it, and a little more than the filter. The rate is not the reason either: the plain model at its best of three stays .55 above.
 #
 # ### Layer by layer
 #
-# Means over heads and layers hide where a gain follows the context, and slopes of opposite sign. So here is each layer, means over its heads: how closed it is at the longest context, and the change per doubling of $\log_2 n$ and of the $\log_2$ odds of gate or gain; and the steepest single head, up or down (a gain belongs to all heads of a layer).
+# Means over heads and layers hide where a gain follows the context, and slopes of opposite sign. So here is each layer, means over its heads: how closed it is at the longest context (figure), and the change per doubling of $\log_2 n$ and of the $\log_2$ odds of gate or gain (in the table the median over layers and the middle 80 %); and the steepest single head, up or down (a gain belongs to all heads of a layer).
 
 
 # %%
@@ -566,7 +577,11 @@ if layers:
 plt.show()
 
 # %% [markdown]
-# **Reading.** In SmolLM2 the gain follows the length in the first third of the layers, most in the very first, and hardly beyond. Sample sizes grow most there, too: the first layers read broadly, the later ones through sinks. From scratch one layer of eight, the second, makes most of the mean slope; in the median layer it is .03, and in some it is below zero. Gates are flat in the mean over the heads of each layer; single headwise gates have slopes up to .05 either way.
+# **Reading. In SmolLM2 the gain follows the length in the first third of the layers, most in the very first, and hardly beyond.**
+#
+# - *SmolLM2*: sample sizes grow most there, too: the first layers read broadly, the later ones through sinks.
+# - *From scratch* one layer of eight, the second, makes most of the mean slope; in the median layer it is .03, and in some it is below zero.
+# - *Gates* are flat in the mean over the heads of each layer; single headwise gates have slopes up to .05 either way.
 #
 # ### Caveats
 #

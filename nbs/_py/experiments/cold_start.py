@@ -12,7 +12,7 @@
 # > The recommendation study by popularity of the target and by length of the user's history.
 
 # %% [markdown]
-# **The paper says** that the filter helps most where evidence is scarce: +14.5 % HR@10 on Sports for items of the lowest quarter of popularity, and most for cold users [@bft2026]. It is what a Bayesian would hope for: a prior matters where there are few data.
+# **The paper says** that the filter helps most where evidence is scarce: +14.5 % HR@10 on Sports for items of the lowest quarter of popularity, and most for cold users [@bft2026]. That is what a Bayesian would hope for: a prior matters where there are few data.
 #
 # **What would refute it here**: a gain for the rarest quarter of targets, or for the users with the shortest histories, whose interval includes zero, or that is no larger than the gain of the others.
 #
@@ -49,7 +49,7 @@ compared
 # %% [markdown]
 # ## By popularity of the target
 #
-# Quarters of the items by their number of training interactions, equal counts together. How often is the next item among the ten, in each quarter? The rarest quarter is asked for least: $n$ is the number of users whose target lies there.
+# Quarters of the items by their number of training interactions; items with equal counts stay together. How often is the next item among the ten, in each quarter? The rarest quarter is asked for least: $n$ is the number of users whose target lies there.
 
 
 # %%
@@ -65,7 +65,7 @@ pd.concat({name: rates(name) for name in names}, axis=1).round(4)
 
 
 # %% [markdown]
-# The filter's HR@10 relative to the others, in percent, with the 95 % bootstrap interval of the paired difference over users. "Most" compares two gains, so the last column has the rarest quarter's gain minus that of all other targets, in points, each part resampled by itself:
+# The filter's HR@10 relative to the others, in percent, with the 95 % bootstrap interval of the paired difference over users (table, then figure). That rare items gain *most* is a statement about two gains, so the last column has the rarest quarter's gain minus that of all other targets, in points, each part resampled by itself:
 
 
 # %%
@@ -125,7 +125,7 @@ forest(by_item, list(STRATA))
 # %% [markdown]
 # ## By length of the user's history
 #
-# Five events is the least an Amazon user of these sets has; of those, one is the target. The shortest group has a history of up to four. On MovieLens every history is over ten, so all its users are in the last group and the set says nothing here.
+# The same gains by the length of the history. An Amazon user of these sets has at least five events, of which one is the target, so the shortest group has a history of up to four. On MovieLens every history is over ten, so all its users are in the last group and the set says nothing here.
 
 # %%
 labels = [f"up to {HISTORIES[0]}", *(f"{a + 1}–{b}" for a, b in zip(HISTORIES, HISTORIES[1:])), f"over {HISTORIES[-1]}"]
@@ -141,7 +141,7 @@ forest(by_user, labels)
 # %% [markdown]
 # ## The other backbones
 #
-# The same question in one line per cell: the ends of both orders, the ends of each against all others, and all. HSTU's null is its plain layer; its filter chose half the plain layer's learning rate, within noise ([the study](recommendation.ipynb)), so there it stands a second time, both layers at .006.
+# The same question in one line per cell: the gain at both ends of popularity and of history length, how far ends differ from all others, and the gain of all users. HSTU's null is its plain layer; its filter chose half the plain layer's learning rate, within noise ([the study](recommendation.ipynb)), so its cells appear a second time, both layers at .006.
 
 
 # %%
@@ -164,13 +164,32 @@ pd.DataFrame({key: ends(*pair) for key, pair in others.items() if all(map(len, p
 # %% [markdown]
 # ## Reading
 #
-# **Rare items: not in SASRec, not in HSTU.** The claim is +14.5 % HR@10 for the rarest quarter on Sports; here SASRec's interval includes zero. HSTU's filter loses 8 % at the rate it chose, and that is the rate's: with both layers at .006 it is −2 %, with an interval that includes zero. Where SASRec's interval does not include zero, it lies below: its filter *loses* 7 % of the rarest quarter's hits on Beauty against torch's layer, and a tenth on Toys against the null. Where SASRec's filter gains, it is at the other end: the most popular quarter, on all five sparse sets against torch's layer, on Sports, Toys and Yelp also against the null. Nowhere does the rarest quarter gain more than the others: on no sparse set does the interval of the difference lie above zero, on Beauty and Toys it lies below, against either layer. That is what a shrinkage towards what is well known does, and it is not what the paper reports.
+# **Rare items do not gain most in SASRec or HSTU, in BERT4Rec it depends on the set, and for cold users no larger gain is shown.**
 #
-# **In BERT4Rec it depends on the set, and shows the trap.** On Beauty the filter more than doubles the hits of the rarest quarter against torch's layer. Most of that the null does, too; what is left to precision is a quarter more, with an interval just above zero, in one seed, and that this is more than the others gain is not shown. On Toys and Sports no interval excludes zero; on Instruments the rarest items get a handful of hits from any layer. On Yelp the rarest quarter gains by half and more, but that is among users who return to a rare place they have been to ([the study](recommendation.ipynb)).
+# **Rare items, SASRec and HSTU.**
 #
-# **Cold users: not shown, and where groups differ it is the long histories that gain.** In SASRec on Sports, at three seeds, the users with the shortest histories gain no more than all users do, against either layer, and no interval of the shortest group against the null excludes zero. On Yelp all groups gain alike; its repeats are in these numbers. HSTU's groups do not differ at the rate its filter chose. With both layers at .006 they do on Sports, where it gains most: the shortest histories gain 7 points less than the others, over two seeds, and the most popular items 5 %, where the rarest quarter gains nothing. For no other set of SASRec or HSTU does the difference between the shortest histories and the others leave zero. BERT4Rec on Beauty is the reverse of the claim: the users with the longest histories gain a fifth to a quarter, more than the others, against either layer, and those with the shortest lose, with intervals that include zero. On Sports its shortest histories lose 21 % against torch's layer, more than the others do; against the null nothing of that shows.
+# - *Sports*, where the claim is +14.5 % HR@10 for the rarest quarter: SASRec's interval includes zero. HSTU's filter loses 8 % at the rate it chose, and that is the rate's: with both layers at .006 it is −2 %, with an interval that includes zero.
+# - *SASRec's rarest quarter, other sets*: where the interval does not include zero, it lies below. The filter *loses* 7 % of the hits on Beauty against torch's layer, and a tenth on Toys against the null.
+# - *SASRec's gains* are at the other end: the most popular quarter, on all five sparse sets against torch's layer, on Sports, Toys and Yelp also against the null.
+# - *Rarest quarter against the others*: it gains more nowhere. On no sparse set does the interval of the difference lie above zero; on Beauty and Toys SASRec's lies below, against either layer.
+#
+# That is what a shrinkage towards what is well known does, and it is not what the paper reports.
+#
+# **Rare items, BERT4Rec: it shows the trap of a baseline that is not the null.**
+#
+# - *Beauty*: the filter more than doubles the hits of the rarest quarter against torch's layer. Most of that the null does, too; what is left to precision is a quarter more, with an interval just above zero, in one seed, and that this is more than the others gain is not shown.
+# - *Toys and Sports*: no interval excludes zero. *Instruments*: the rarest items get a handful of hits from any layer.
+# - *Yelp*: the rarest quarter gains by half and more, but that is among users who return to a rare place they have been to ([the study](recommendation.ipynb)).
+#
+# **Cold users: where groups differ it is the long histories that gain.**
+#
+# - *SASRec*: on Sports, at three seeds, the users with the shortest histories gain no more than all users do, against either layer, and no interval of the shortest group against the null excludes zero. On Yelp all groups gain alike; its repeats are in these numbers.
+# - *HSTU*: its groups do not differ at the rate its filter chose. With both layers at .006 they do on Sports, where it gains most: the shortest histories gain 7 points less than the others, over two seeds, and the most popular items 5 %, where the rarest quarter gains nothing.
+# - *SASRec and HSTU, all other sets*: the interval of the shortest histories' gain minus the others' includes zero.
+# - *BERT4Rec on Beauty* is the reverse of the claim: the users with the longest histories gain a fifth to a quarter, more than the others, against either layer, and those with the shortest lose, with intervals that include zero.
+# - *BERT4Rec on Sports*: the shortest histories lose 21 % against torch's layer, more than the others do; against the null nothing of that shows.
 #
 # ### Caveats
 #
 # - One seed, except where the study's table says so. At a hit rate of one in a hundred the rarest quarter of Instruments has about forty hits, so intervals are wide; that is why no point estimate stands without one.
-# - More than a hundred intervals are looked at; several that exclude zero are expected from chance.
+# - More than a hundred intervals are looked at; several that exclude zero are expected by chance.

@@ -12,7 +12,7 @@
 # > Gain, precision and effective sample size by popularity and layer, and what is left when τ is shuffled.
 
 # %% [markdown]
-# **The paper says** that rare items get a higher initial precision $\tau$ and a lower gain, $K \approx 0.77$ [@bft2026]: of an item seldom seen the model believes its own embedding more than its neighbours.
+# **The paper says** that rare items get a higher initial precision $\tau$ and a lower gain, $K \approx 0.77$ [@bft2026]: for an item seldom seen, the model believes the item's own embedding more than its neighbours.
 #
 # **What would refute it here**: $\tau$ or $K$ that do not order with popularity; a model that ranks as well when $\tau$ is exchanged between items, for then $\tau$ knows nothing of the item it stands beside, whatever its order.
 #
@@ -46,7 +46,7 @@ learnt = {key: metrics(rows, "train")["mean"] for key, rows in cells.items()}
 # %% [markdown]
 # ## What is learnt
 #
-# By popularity of the item at the position, mean over seeds: its $\tau$; then in both layers the precision on entry and the gain. The quarters are of the catalogue, so each holds about as many items, and the rightmost far more positions.
+# By popularity of the item at the position, mean over seeds: its $\tau$, the precision on entry to layer 2 (`prior.layer2`) and the gain of both layers; the figure draws $\tau$ and the gain of layer 1. The quarters are of the catalogue, so each holds about as many items, and the most popular one far more positions.
 
 
 # %%
@@ -82,7 +82,7 @@ pd.concat({"n_eff.layer1": by_quarter("n_eff.layer1"), "n_eff.layer2": by_quarte
 # %% [markdown]
 # ## What τ knows
 #
-# The trained model once more on the test items, with the $\tau$ of the items exchanged at random (*shuffled*), and with all of them at their geometric mean (*levelled*). The difference in NDCG@10 to the model as it is, in percent; for the first with its interval over users:
+# The trained model once more on the test items, with the $\tau$ of the items exchanged at random (*shuffled*), and with all of them at their geometric mean (*levelled*). The table has the difference in NDCG@10 to the model as it is, in percent; for *shuffled* with its interval over users:
 
 
 # %%
@@ -120,7 +120,7 @@ torch.testing.assert_close(kriged, attention(x, x, x)[1])
 log_lam.detach().round(decimals=2)
 
 # %% [markdown]
-# HSTU's projections have no bias, so the argument does not reach it; there the next one has to serve.
+# HSTU's projections have no bias, so the argument does not reach it; there the next section's has to serve.
 #
 # ## The same order without a precision
 #
@@ -141,17 +141,36 @@ pd.concat({key: moves(*key) for key in cells}).round(2)
 # %% [markdown]
 # ## Reading
 #
-# **The order is the paper's.** In SASRec $\tau$ falls with popularity from the rarest to the most popular quarter, by a quarter to a third on most sets, most on Yelp and hardly on MovieLens, and the gain of layer 1 is lower for the rarest quarter than for the most popular one; on MovieLens by .01, with both middle quarters above either. Its size depends on the learning rate, on dropout and on the seed: on Beauty $K \approx .73$ at a rate of .003 and $\approx .45$ at .006, so a particular value such as .77 says little. In BERT4Rec both order as in SASRec on the sparse sets, with gains of .1 to .3 in layer 1: there it takes on little of what attention finds. Layer 2 is as small on Beauty and Yelp; on Sports, Toys and Instruments it is .55 to .68, and on Sports and Instruments ordered the other way. In HSTU the order of the gain in layer 1 is reversed and $\tau$ hardly moves.
+# **On the sparse sets the order is the paper's in SASRec and BERT4Rec, and SASRec's plain layer finds it by itself; except on Instruments and in BERT4Rec, $\tau$ knows little of its items; in HSTU the filter hardly filters.**
 #
-# **Precision and sample size follow.** What enters the second layer still orders by popularity in SASRec, on a higher level: one observation has been added. In HSTU it stands at four to eight times $\tau$ on sparse sets. In SASRec the effective sample size of layer 1 hardly depends on the item: four to eight keys on the sparse sets, of histories that are not much longer. So its gain's order is that of $\tau$, not of $n$. In the others $n$ depends on it: HSTU's rises with popularity on the Amazon sets (4.3 to 6.5 on Beauty, 4.6 to 7.1 on Toys), where its gain falls; BERT4Rec's on Sports (6.2 to 9.0) and Toys (6.5 to 9.1), with its gain, so there $n$ and $\tau$ are not told apart.
+# **The order is the paper's**, except in HSTU.
 #
-# **In HSTU the filter hardly filters** on the sparse sets: in layer 1 $K$ is .86 to .99, in layer 2 .74 to .94, so the update is nearly the plain residual, and what is left of the filter is its weighing of keys. The observation behind HSTU's norm and gate is precise beside a $\tau$ that starts at one and moves little. (At twice the learning rate, the plain layer's, layer 2 comes down from .9 and more to .55 to .75 on Beauty, Sports and Instruments.)
+# - *SASRec*: $\tau$ falls with popularity from the rarest to the most popular quarter, by a quarter to a third on most sets, most on Yelp and hardly on MovieLens. The gain of layer 1 is lower for the rarest quarter than for the most popular one; on MovieLens by .01, with both middle quarters above either.
+# - *The gain's size* depends on the learning rate, on dropout and on the seed: on Beauty $K \approx .73$ at a rate of .003 and $\approx .45$ at .006, so a particular value such as .77 says little.
+# - *BERT4Rec*: both order as in SASRec on the sparse sets, with gains of .1 to .3 in layer 1: there it takes on little of what attention finds. Layer 2 is as small on Beauty and Yelp; on Sports, Toys and Instruments it is .55 to .68, and on Sports and Instruments ordered the other way.
+# - *HSTU*: the order of the gain in layer 1 is reversed and $\tau$ hardly moves.
 #
-# **τ knows little, but on Instruments and in BERT4Rec.** Exchanging $\tau$ between items at random costs SASRec .5 to 2 % of its NDCG@10, and only on Instruments (2.1 %) does the interval exclude zero. There it costs as much as the filter is ahead of the null, and levelling two thirds of that; a filter trained with one $\tau$ for all keeps most of its lead all the same ([ablation](ablation.ipynb)). HSTU loses .9 % on Instruments, clear of zero, and nothing that shows elsewhere. In BERT4Rec the exchange costs 3 to 6 % on Beauty, Toys, Instruments and Yelp (on Sports and MovieLens nothing shows): there $\tau$ has learnt something of its items, and still only on Yelp is the filter's NDCG@10 ahead of a layer without one.
+# **Precision and sample size follow.**
+#
+# - *Precision*: what enters the second layer still orders by popularity in SASRec, on a higher level: one observation has been added. In HSTU it stands at four to eight times $\tau$ on sparse sets.
+# - *Sample size in SASRec*: that of layer 1 hardly depends on the item: four to eight keys on the sparse sets, of histories that are not much longer. So its gain's order is that of $\tau$, not of $n$.
+# - *Sample size in the others* depends on it: HSTU's rises with popularity on the Amazon sets (4.3 to 6.5 on Beauty, 4.6 to 7.1 on Toys), where its gain falls; BERT4Rec's rises on Sports (6.2 to 9.0) and Toys (6.5 to 9.1), with its gain, so there $n$ and $\tau$ are not told apart.
+#
+# **In HSTU the filter hardly filters** on the sparse sets.
+#
+# - In layer 1 $K$ is .86 to .99, in layer 2 .74 to .94, so the update is nearly the plain residual, and what is left of the filter is its weighing of keys.
+# - The observation behind HSTU's norm and gate is precise compared with a $\tau$ that starts at one and moves little.
+# - At twice the learning rate, the plain layer's, layer 2 comes down from .9 and more to .55 to .75 on Beauty, Sports and Instruments.
+#
+# **τ knows little, except on Instruments and in BERT4Rec.**
+#
+# - *SASRec*: exchanging $\tau$ between items at random costs .5 to 2 % of NDCG@10, and only on Instruments (2.1 %) does the interval exclude zero. There it costs as much as the filter is ahead of the null, and levelling two thirds of that; a filter trained with one $\tau$ for all keeps most of its lead all the same ([ablation](ablation.ipynb)).
+# - *HSTU* loses .9 % on Instruments, clear of zero, and nothing that shows elsewhere.
+# - *BERT4Rec*: the exchange costs 3 to 6 % on Beauty, Toys, Instruments and Yelp (on Sports and MovieLens nothing shows). On those four $\tau$ has learnt something of its items, and still only on Yelp is the filter's NDCG@10 ahead of a layer without one.
 #
 # **And SASRec's plain layer finds the order by itself** on the sparse sets: in it, too, attention moves rare items less. On MovieLens, and in BERT4Rec's plain layer, the order is another.
 #
 # ### Caveats
 #
-# - One seed, but on Beauty, Sports and Instruments (SASRec and HSTU).
+# - One seed, except on Beauty, Sports and Instruments (SASRec and HSTU).
 # - The gain is averaged over features and positions; what a single feature does is not shown.

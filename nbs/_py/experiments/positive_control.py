@@ -14,7 +14,7 @@
 # %% [markdown]
 # **The paper says** that a precision $\tau_i$ learned per item tells how far an item can be trusted, and that weighing by it, and updating by the gain it implies, makes better predictions where tokens differ in noise [@bft2026]. On real data nobody can check the first half. Here we can: chapter 29 draws every item $i$ with a reliability $\rho_i$, the probability that its appearance means something.
 #
-# **What would refute it here**: a rank correlation of $\tau_i$ with $\rho_i$ near zero; one as large in a world where all items are equally reliable; accuracy that does not fall when the learned $\tau$ are exchanged among items; no advantage over the plain layer, or one that does not grow with the heterogeneity of the items, in worlds where the exact filter profits from knowing $\rho$. Where even the exact filter hardly profits, equal accuracy refutes nothing; so that headroom stands beside every result.
+# **What would refute it here**: a rank correlation of $\tau_i$ with $\rho_i$ near zero; one as large in a world where all items are equally reliable; accuracy that does not fall when the learned $\tau$ are exchanged among items; no advantage over the plain layer, or one that does not grow with the heterogeneity of the items, in worlds where the exact filter profits from knowing $\rho$. Where even the exact filter hardly profits, equal accuracy refutes nothing; so this profit, the *headroom*, stands beside every result.
 #
 # This page has two parts. The first runs *one* cell of the study, by default a small one, offline and in seconds. The second reads *all* stored rows, and is the result.
 
@@ -62,7 +62,7 @@ transformers.logging.set_verbosity_error()  # it warns of file systems
 # %% [markdown]
 # ## One cell
 #
-# The world, the protocol, and the headroom: what a predictor reaches that knows the popularity alone, that filters exactly but takes all items for equally reliable, that knows $\rho$ when it names the next item, and that knows it when weighing the history as well. The last step is all that a precision can add to a model which has learned the rest.
+# The world, the protocol, and the ladder of four predictors: one that knows the popularity alone; one that filters exactly but takes all items for equally reliable; one that also knows $\rho$ when it names the next item; and one that knows it when weighing the history as well. The last step is the headroom, all that a precision can add to a model which has learned the rest.
 
 # %%
 size = dict(n_items=n_items, n_clusters=n_clusters, n_users=n_users, n_events=n_events, heterogeneity=heterogeneity, two_kinds=two_kinds)
@@ -76,7 +76,7 @@ steps = ladder(world)
 pd.DataFrame({name: r._asdict() for name, r in steps.items()}).T.round(4)
 
 # %% [markdown]
-# Users come back to items in this world, so seen items compete. Both arms get the same budget; a plain model has no precision to tune.
+# Users come back to items in this world, so seen items compete. Both arms, filter and plain, get the same budget; a plain model has no precision to tune.
 
 # %%
 training = dict(lr=lr, negatives=min(256, n_items), epochs=epochs, patience=max(5, epochs // 5))
@@ -102,7 +102,7 @@ pd.DataFrame(fitted.history).set_index("epoch").drop(columns="seconds").round(4)
 
 
 # %% [markdown]
-# Accuracy on the test item. For a filter with a $\tau$ per item also: what remains when, after training, the $\tau$ are *shuffled* among items, and when all are made *level* (their geometric mean).
+# Accuracy on the test item. For a filter with a $\tau$ per item also what remains when, after training, the $\tau$ are *shuffled* among items, and when all are made *level* (their geometric mean).
 
 
 # %%
@@ -135,7 +135,7 @@ pd.Series(test).round(4)
 
 
 # %% [markdown]
-# Where items differ, does $\tau$ order them? By rank correlation, over all items and over those seen at least 50 times in training, and with popularity held fixed (ranks regressed on the rank of the count). Where all items are equally reliable there is no order to find; then $\tau$ is held against the reliability the same item has in the world of the same seed *with* heterogeneity, which nothing in the data can tell.
+# Where items differ, does $\tau$ order them? By rank correlation, over all items and over those seen at least 50 times in training, and with popularity held fixed (ranks regressed on the rank of the count). Where all items are equally reliable there is no order to find; then $\tau$ is compared with the reliability the same item has in the world of the same seed *with* heterogeneity, which nothing in the data can tell.
 
 
 # %%
@@ -165,7 +165,7 @@ def order_found(name: str, value) -> dict[str, float]:
 
 
 # %% [markdown]
-# A plain layer has no $\tau$, but it may have learned the same thing: a key can carry its item's reliability, and the softmax then weighs by it. So we measure in both models what an item's tokens receive in the first layer, as a multiple of the uniform weight, averaged over heads, queries and users.
+# A plain layer has no $\tau$, but it may have learned the same thing: a key can carry its item's reliability, and the softmax then weighs by it. So we measure in both models how much attention an item's tokens receive in the first layer, as a multiple of the uniform weight, averaged over heads, queries and users.
 
 
 # %%
@@ -197,7 +197,7 @@ if bft and tau == "item":
 pd.Series({name: value for name, value in learnt.items() if ".b" not in name}, dtype=float).round(3)
 
 # %% [markdown]
-# The rows of this run; they enter the book's results only on request. Beside the ranks of the test targets is stored, as a stratum, whether the last item before the target is an unreliable one ($\rho < .5$: stratum 0).
+# The rows of this run; they enter the book's results only on request. With the rank of each test target is stored, as a stratum, whether the last item before the target is an unreliable one ($\rho < .5$: stratum 0).
 
 # %%
 found = {part: {name: (value, n_users) for name, value in of.items()} for part, of in (("test", test), ("valid", valid))}
@@ -225,14 +225,14 @@ if store:
 # %% [markdown]
 # ## The study
 #
-# From here on nothing of this run is used: everything is read from `data/results`. Worlds have 1,000 items in 50 clusters and 22 events per user. The seed draws the world and trains the model, so the two arms of one seed meet the same users, and users of different seeds live in different worlds. Made by, for `bft` true and false,
+# From here on nothing of this run is used: everything is read from `data/results`. The worlds have 1,000 items in 50 clusters and 22 events per user. The seed draws the world and trains the model, so the two arms of one seed meet the same users, and users of different seeds live in different worlds. The rows are made, for `bft` true and false, by
 #
 # ```bash
 # bft run positive_control -p n_items 1000 -p n_clusters 50 -p store true -p seed 0 -p bft true -p n_users 8000 -p epochs 25                    # evenly spread
 # bft run positive_control -p n_items 1000 -p n_clusters 50 -p store true -p seed 0 -p bft true -p n_users 8000 -p epochs 25 -p two_kinds true  # two kinds
 # ```
 #
-# and the second with `-p n_users 2000 -p epochs 80` and `-p n_users 500 -p epochs 200` (early stopping ends most), with `-p heterogeneity 0.5` and `0`, and with `-p tau constant` and `-p tau true`. Learning rate, dropout and width are the same for both arms; in the world with two kinds, .003 with dropout .2 was better on validation than .01 with dropout .1 for both. The rate of $\log\tau$ was not searched. What is stored so far:
+# and the second also with `-p n_users 2000 -p epochs 80` and `-p n_users 500 -p epochs 200` (early stopping ends most), with `-p heterogeneity 0.5` and `0`, and with `-p tau constant` and `-p tau true`. Learning rate, dropout and width are the same for both arms; in the world with two kinds, .003 with dropout .2 was better on validation than .01 with dropout .1 for both. The rate of $\log\tau$ was not searched. Seeds stored so far:
 
 # %%
 stored = choose(load_rows("positive_control"), n_items=1000, n_clusters=50)
@@ -277,7 +277,7 @@ pd.DataFrame(seeds).rename_axis(index="seeds stored")
 #
 # ### Does $\tau$ order the items?
 #
-# Two kinds of items are two values of $\rho$; even a perfect order of them has a rank correlation of $\sqrt{3}/2 = .87$ only, because within a kind all ranks tie.
+# Two kinds of items are two values of $\rho$; even a perfect order of them has a rank correlation of $\sqrt{3}/2 = .87$ only, because within a kind all ranks tie. Rank correlations of the learned $\tau$, mean over seeds and their range:
 
 # %%
 ORDER = {"τ with ρ": "spearman.tau_rho", "seen ≥ 50 times": "spearman.tau_rho.frequent", "popularity fixed": "partial.tau_rho", "τ with popularity": "spearman.tau_count", "sd of log τ": "sd.log_tau"}
@@ -285,7 +285,12 @@ pd.DataFrame({world: {name: spread(by_seed(rows_of("filter", **of), metric, "tra
 
 
 # %% [markdown]
-# **Reading.** Yes. With enough data $\tau$ orders the items by their true reliability, for frequent items a little better than for all, and nearly perfectly where there are two kinds. With fewer users the order is lost first for the items seen least. Where all items are equal, $\tau$ still spreads, but without order: a spread of $\tau$ alone is no evidence of anything. (A mild null: with 2,000 users and half of the events noise, neither layer gets beyond popularity there, as the table of accuracies shows; so $\tau$ was under no pressure. That chance alone could order a thousand items like this is ruled out by the size of the correlation: its standard error without any relation is .03.)
+# **Reading. Yes: with enough data $\tau$ orders the items by their true reliability** (drawn in the figure below).
+#
+# - It does so for frequent items a little better than for all, and nearly perfectly where there are two kinds.
+# - With fewer users the order is lost first for the items seen least.
+# - That chance alone could order a thousand items like this is ruled out by the size of the correlation: its standard error without any relation is .03.
+# - Where all items are equal, $\tau$ still spreads, but without order: a spread of $\tau$ alone is no evidence of anything. (A mild null: with 2,000 users and half of the events noise, neither layer gets beyond popularity there, as the table of accuracies shows; so $\tau$ was under no pressure.)
 
 
 # %%
@@ -326,11 +331,16 @@ used = {world: {name: spread(by_seed(rows_of("filter", **of), f"ndcg@10{end}"), 
 pd.DataFrame(used).T.rename_axis(index="NDCG@10")
 
 # %% [markdown]
-# **Reading.** Yes. Shuffling costs more than levelling everywhere items differ, so the trained model weighs by $\tau$; where all items are equal neither costs anything. But levelling costs less, at most 5 in 100: most of what the filter knows about reliability does not sit in $\tau$. (The range over seeds is mostly that of the worlds.)
+# **Reading. Yes, but most of what the filter knows about reliability does not sit in $\tau$.**
+#
+# - Shuffling costs more than levelling everywhere items differ, so the trained model weighs by $\tau$; where all items are equal neither costs anything.
+# - But levelling costs less, at most 5 in 100.
+#
+# (The range over seeds is mostly that of the worlds.)
 #
 # ### Is it better than the plain layer?
 #
-# Floor and ceilings of chapter 29, the two layers, and their paired difference with a 95 % bootstrap interval over users. *Headroom* is what weighing the history by the true $\rho$ adds to the exact filter.
+# Floor and ceilings of chapter 29 (the ladder above: `bayes` filters exactly, `predict` and `filter` say where it knows $\rho$), the two layers, and their paired difference with a 95 % bootstrap interval over users. *Headroom* is what weighing the history by the true $\rho$ adds to the exact filter.
 
 
 # %%
@@ -371,9 +381,15 @@ by_one = {world: by_seed(rows_of("filter", **of), "ndcg@10") - by_seed(rows_of("
 pd.DataFrame({world: {f"seed {s}": f"{v:+.4f}".replace("-", "−") for s, v in gap.dropna().items()} for world, gap in by_one.items()}).T.fillna("–")
 
 # %% [markdown]
-# **Reading.** No. Where the items differ, no interval lies above zero, and with 2,000 users or more every interval lies below the headroom (with 500 it just reaches it). Two seeds of one kind of world differ in sign. Both lie well below the exact filter that does not even use $\rho$ on the history, so there is room for a better model; a learned precision does not fill it. In the world of equal items the exact filter is far ahead of both because they have not learned the clusters at all.
+# **Reading. No: where the items differ, no interval lies above zero.**
+#
+# - With 2,000 users or more every interval lies below the headroom (with 500 it just reaches it). Two seeds of one kind of world differ in sign.
+# - Both layers lie well below the exact filter that does not even use $\rho$ on the history, so there is room for a better model; a learned precision does not fill it.
+# - In the world of equal items the exact filter is far ahead of both because they have not learned the clusters at all.
 #
 # ### Does the advantage grow with heterogeneity, and with fewer users?
+#
+# Two figures: the difference between the layers beside the headroom, by either.
 
 
 # %%
@@ -410,7 +426,7 @@ ax.minorticks_off()
 plt.show()
 
 # %% [markdown]
-# **Reading.** Neither. The headroom grows with heterogeneity and is there at every number of users; the difference between the layers stays near zero. At heterogeneity 0 there is a reservation: there neither layer has learned more than popularity.
+# **Reading. Neither: the difference between the layers stays near zero,** while the headroom grows with heterogeneity and is there at every number of users. At heterogeneity 0 there is a reservation: there neither layer has learned more than popularity.
 #
 # ### Why
 #
@@ -424,7 +440,9 @@ for world, arm in [(world, arm) for world in ("two kinds, 8,000 users", "two kin
 pd.DataFrame(why).T.rename_axis(columns="minus plain, NDCG@10")
 
 # %% [markdown]
-# **Reading.** A filter with a single $\tau$ for all items does as well as one with a $\tau$ for each, so a learned order, right as it is, adds little or nothing here; nor does the difference favour the users for whom it should matter.
+# **Reading. A learned order, right as it is, adds little or nothing here:** a filter with a single $\tau$ for all items does as well as one with a $\tau$ for each; nor does the difference favour the users for whom it should matter. The true $\tau$ has not been run.
+#
+# For the third question, how the attention that an item receives goes with $\rho$ and with popularity (table), and by tenths of reliability (figure):
 
 # %%
 looks = {
@@ -445,7 +463,10 @@ ax.legend()
 plt.show()
 
 # %% [markdown]
-# **Reading.** The plain layer learns the same lesson without a precision: a key is a learned function of the item, so it can carry the item's reliability into the logits, which is where kriging puts $\log\bar\lambda_i$. Of one number per item, $\tau_i$ weighs by nothing that the embedding could not express; it could only be easier to learn, and with few users $\tau$ loses the order of the rare items too. This is an association, not an intervention: we have not taken the reliability out of the plain layer's keys to see its accuracy fall.
+# **Reading. The plain layer learns the same lesson without a precision.**
+#
+# - A key is a learned function of the item, so it can carry the item's reliability into the logits, which is where kriging puts $\log\bar\lambda_i$. As one number per item, $\tau_i$ weighs by nothing that the embedding could not express; it could only be easier to learn, and with few users $\tau$ loses the order of the rare items too.
+# - What remains open: this is an association, not an intervention: we have not taken the reliability out of the plain layer's keys to see its accuracy fall.
 #
 # ### What the control says
 #

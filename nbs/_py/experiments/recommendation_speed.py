@@ -63,7 +63,7 @@ if store and dataset == "synthetic":
 # %% [markdown]
 # ## How it is measured
 #
-# **The same targets.** Every program gets the same sequences, cut to the last `max_length` + 1 items, and the whole catalogue. A sequence of $n$ items has $n - 1$ targets for all of them, but they reach them differently. This library and RecTools run the model once over a sequence and learn at every position; RecTools pads each to `max_length`, this library to the longest of its batch, and batches sequences of like length.
+# **The same targets.** Every program gets the same sequences, cut to the last `max_length` + 1 items, and the whole catalogue. A sequence of $n$ items has $n - 1$ targets for all of them, but they reach them differently. This library and RecTools run the model over a sequence once and learn at every position; RecTools pads each to `max_length`, this library to the longest of its batch, and batches sequences of like length.
 # RecBole makes a sequence into $n - 1$ sub-sequences with one target each, padded to `max_length`, and runs the model over every one of them. So the unit is a *target*, counted by each program as it trains.
 #
 # **The same model.** Width, depth, two heads, a feed-forward network as wide as the model, dropout, Adam (here AdamW), float32, the same version of torch. Details differ as the libraries do: RecTools normalises queries only, RecBole after the blocks.
@@ -72,7 +72,7 @@ if store and dataset == "synthetic":
 #
 # **The clock** is the CPU time of the program's own process, on one thread, from the beginning of an epoch to its end, so loading batches and the optimiser count and imports do not. Each program trains one epoch, then the next one does; a first round is not counted. What is read are ratios, round by round: they hold on a machine that is busy with something else, seconds do not.
 #
-# The other libraries live in environments of their own, because what they need does not go with what this one needs (both want NumPy below 2; RecBole's `torch.load` fails since torch 2.6, which training alone never calls):
+# The other libraries live in environments of their own, because their requirements conflict with this one's (both want NumPy below 2; RecBole's `torch.load` has failed since torch 2.6, but training alone never calls it):
 #
 # ```bash
 # python -m venv envs/rectools && envs/rectools/bin/pip install "rectools[torch]" torch==2.13.0
@@ -136,7 +136,7 @@ def programs(folder: Path) -> dict[str, Program]:
 
 
 # %% [markdown]
-# In turn, round by round; and the evaluation of all users with an untrained model, in this process.
+# The programs run in turn, round by round; then all users are evaluated with an untrained model, in this process.
 
 # %%
 with tempfile.TemporaryDirectory() as folder:
@@ -252,7 +252,10 @@ verdict["holds"] = np.where(verdict["found"].isna(), "not measured", np.where(ve
 verdict.round(3).astype(object).fillna("–")
 
 # %% [markdown]
-# **Reading.** Both bounds against the other libraries are met on every line. The filter's is not: with 128 negatives on Beauty it costs 1.36 times the plain layer (1.357 with 256 sequences, 1.363 with 2,560), above the 1.35 that are asked. It is met with the full loss (1.12 on both sets) and with the 512 negatives of the study (1.27; MovieLens 100K 1.21): the more the loss costs, the less the filter's share.
+# **Reading. Both bounds against the other libraries are met on every line; the filter's bound is not.**
+#
+# - With 128 negatives on Beauty the filter costs 1.36 times the plain layer (1.357 with 256 sequences, 1.363 with 2,560), above the 1.35 that are asked.
+# - It is met with the full loss (1.12 on both sets) and with the 512 negatives of the study (1.27; MovieLens 100K 1.21): the more the loss costs, the less the filter's share.
 #
 # ### The other backbones
 #

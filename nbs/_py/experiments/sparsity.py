@@ -47,7 +47,7 @@ cells = {key: rows for key, rows in cells.items() if len(rows)}
 compared = [(b, share, arm) for b, share, arm in cells if arm != "filter" and (b, share, "filter") in cells]
 
 # %% [markdown]
-# The three densities: how many interactions training sees, and how many that is for each item of the catalogue. Beside them NDCG@10 on the test items, mean over seeds, for what sparsity costs in all layers. "Seeds" is of plain / null / filter: a thinned cell has one.
+# The three densities: how many interactions training sees, and how many that is for each item of the catalogue. Beside them NDCG@10 on the test items, mean over seeds, to show what sparsity costs every layer. *Seeds* counts them for plain / null / filter (HSTU: plain / filter); a thinned cell has one.
 
 # %%
 def events(share: float) -> float:
@@ -62,7 +62,7 @@ seeds = {key: "/".join(str(cells[*key, arm]["seed"].nunique()) for arm in ("plai
 levels.assign(**{"events an item": [round(per_item[share], 1) for _, share in levels.index], "seeds": pd.Series(seeds)}).rename_axis(["backbone", "share"])
 
 # %% [markdown]
-# The filter's gain in percent of the baseline's value, paired by user, with 95 % bootstrap intervals; and how many points more that is than with all events, the same users drawn for both, at the seeds that all four cells have:
+# The filter's gain in percent of the baseline's value, paired by user, with 95 % bootstrap intervals; and how many points more that is than with all events, the same users drawn for both, at the seeds that all four cells have. The figure draws the gain in NDCG@10:
 
 # %%
 gains = {metric.__name__: {key: compare(cells[*key[:2], "filter"], cells[key], metric, relative=True)["all"] for key in compared} for metric in (hit_rate, ndcg)}
@@ -96,9 +96,19 @@ plt.show()
 # %% [markdown]
 # ## Reading
 #
-# **SASRec: no.** Against torch's layer the gain is largest at half of the events, which looks like the claim; against the null it is zero there, and at a quarter the filter is 3.6 % *behind*, with an interval that ends at zero. Against the null the change from all events to a quarter is not told apart from none. What grew with sparsity was the null's lead over torch's layer.
+# **The gain does not grow as data get sparser in SASRec; in HSTU perhaps it does.**
 #
-# **HSTU: perhaps.** At a quarter of the events its filter leads by 5 % in HR@10 and NDCG@10, with intervals above zero, and at half and all of them it does not; from all to a quarter its lead grows by 6 points, with an interval above zero. HSTU drops the same things with and without a filter, so no null explains this away. It is one point of one seed, and its layers were trained at the rates that each chose on the whole set (.003 the filter, .006 the plain layer); no pair at one rate is stored for a thinned set, and on the whole one the rate decides about two percent ([the study](recommendation.ipynb)).
+# **SASRec: no.**
+#
+# - *Against torch's layer* the gain is largest at half of the events, which looks like the claim.
+# - *Against the null* it is zero there, and at a quarter the filter is 3.6 % *behind*, with an interval that ends at zero. The change from all events to a quarter is not told apart from none.
+# - What grew with sparsity was the null's lead over torch's layer.
+#
+# **HSTU: perhaps.**
+#
+# - At a quarter of the events its filter leads by 5 % in HR@10 and NDCG@10, with intervals above zero, and at half and all of them it does not; from all to a quarter its lead grows by 6 points, with an interval above zero.
+# - HSTU drops the same things with and without a filter, so no null explains this away.
+# - It is one point of one seed, and its layers were trained at the rates that each chose on the whole set (.003 the filter, .006 the plain layer); no pair at one rate is stored for a thinned set, and on the whole one the rate decides about two percent ([the study](recommendation.ipynb)).
 #
 # ### Caveats
 #
