@@ -48,7 +48,7 @@ def kriging_mean(
     w: Float[Tensor, "*batch t j"],  # $w$, weights from `kriging_weights`, [1]
     v: Float[Tensor, "*#batch j k"],  # $v$, values of the keys, [v]
 ) -> Float[Tensor, "*batch t k"]:  # $e$, [v]
-    "The best linear unbiased estimate $e_t = \\sum_j w_{tj} v_j$ of (10.4) [@matheron1963], in the wider of the two dtypes."
+    "The best linear unbiased estimate $e_t = \\sum_j w_{tj} v_j$, the solution of (10.4) [@matheron1963], in the wider of the two dtypes."
     wide = torch.promote_types(w.dtype, v.dtype)
     return w.to(wide) @ v.to(wide)
 

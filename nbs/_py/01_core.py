@@ -198,7 +198,7 @@ test_fail(lambda: check_belief(Belief(torch.zeros(2), torch.ones(3))), contains=
 check_belief(thermometers)
 
 # %% [markdown]
-# What a layer has computed is finite, unless something that went in was not. Again the check looks at values only where that is free:
+# What a layer has computed is finite, unless something that went in was not, or was too large. Again the check looks at values only where that is free:
 
 
 # %%

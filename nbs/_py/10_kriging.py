@@ -66,7 +66,7 @@ weight, weight @ value
 
 # %%
 #| label: fig-weights
-#| fig-cap: "Reliability moves weight from the toy thermometer (C) to the good one (B): shares before (relevance) and after (kriging weight)."
+#| fig-cap: "Reliability moves weight to the good thermometer (B), and leaves the toy (C) next to none: shares before (relevance) and after (kriging weight)."
 #| code-fold: true
 fig, ax = plt.subplots()
 place = torch.arange(3)
@@ -241,7 +241,7 @@ def kriging_mean(
     w: Float[Tensor, "*batch t j"],  # $w$, weights from `kriging_weights`, [1]
     v: Float[Tensor, "*#batch j k"],  # $v$, values of the keys, [v]
 ) -> Float[Tensor, "*batch t k"]:  # $e$, [v]
-    "The best linear unbiased estimate $e_t = \\sum_j w_{tj} v_j$ of (10.4) [@matheron1963], in the wider of the two dtypes."
+    "The best linear unbiased estimate $e_t = \\sum_j w_{tj} v_j$, the solution of (10.4) [@matheron1963], in the wider of the two dtypes."
     wide = torch.promote_types(w.dtype, v.dtype)
     return w.to(wide) @ v.to(wide)
 
@@ -463,7 +463,7 @@ torch.testing.assert_close(ordinary_kriging_weights(torch.diag(1 / product)), we
 #
 # $$ \operatorname{Var} e = \frac{\sigma^2}{T} \left(1 + (T - 1) \rho\right) \;\to\; \rho\, \sigma^2 \quad (T \to \infty) , \tag{10.11} $$
 #
-# and not $\sigma^2/T$ (@fig-correlated): a thousand copies of one opinion are worth $1/\rho$ opinions.
+# and not $\sigma^2/T$ (@fig-correlated): any number of copies of one opinion are worth fewer than $1/\rho$ opinions.
 
 # %%
 C3 = sigma**2 * sp.Matrix(3, 3, lambda i, j: 1 if i == j else rho)

@@ -87,7 +87,7 @@ delta_variance = (1 + J) ** 2 / lam
 prove(1 / delta_variance - lam / (1 + J) ** 2)
 
 # %% [markdown]
-# Two approximations are involved. The expansion stops at first order (below we measure where that breaks), and the diagonal stands for the whole Jacobian: the exact first-order variance of feature $i$ is
+# Two approximations are involved. The expansion stops at first order (below we measure where that breaks), and the diagonal stands for the whole Jacobian: the exact first-order variance of feature $i$, for features with independent errors, is
 # $\sum_k (\delta_{ik} + \partial f_i/\partial h_k)^2/\lambda'_k$, of which (13.1) keeps the term $k = i$. The dropped terms are positive; process noise stands in for them.
 #
 # ## Process noise
@@ -482,7 +482,7 @@ def ffn_jacobian(
     return _behind_norm(direct, along, norm, xhat, inv_std)
 
 # %% [markdown]
-# We check the function on a LayerNorm branch of width 4 with 6 hidden units, against the full Jacobian by automatic differentiation, which no other code of this chapter uses:
+# We check the function on a LayerNorm branch of width 4 with 6 hidden units, against the full Jacobian by automatic differentiation, of which the function itself makes no use:
 
 # %%
 gen = torch.Generator().manual_seed(0)

@@ -469,7 +469,7 @@ shortfall_48
 # %% [markdown]
 # ## Assumptions, and where they break
 #
-# - **Independent values.** Correlated neighbours make every such estimate of the variance of a sum too small; the sandwich does not notice.
+# - **Independent values.** Neighbours that are positively correlated and weighted with the same sign make every such estimate of the variance of a sum too small (with opposite signs, too large); the sandwich does not notice.
 # - **One common mean.** Keys that disagree because they mean different things count as noise. For attention that is often wanted: disagreement is a reason to listen less.
 # - **Many keys.** With few effective keys the estimate is noisy and too small, and $1 - \kappa$ makes up for only a part of that; the prior carries the estimate there.
 # - **Cancelling signs.** Below $n = 1$ the centre is a convention (14.3).

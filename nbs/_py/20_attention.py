@@ -101,7 +101,7 @@ NO_EVIDENCE = 1e30  # variance of an observation that saw no key: finite, so tha
 # %% [markdown]
 # ## First rung: explicit weights
 #
-# All that chapters 10 and 11 need from the weights is four moments per query, (10.4), (11.1), (10.6) and (10.7):
+# All that chapters 10 and 11 need from the weights is four moments per query: the estimate of chapter 10, (11.1), (10.6) and (10.7):
 #
 # $$e_t = \sum_j w_{tj} v_j,\qquad S_t = \sum_j w_{tj} v_j^2 - e_t^2,\qquad s^2_{0,t} = \sum_j \frac{w_{tj}}{\bar\lambda_j},\qquad \kappa_t = \sum_j w_{tj}^2 . \tag{20.1}$$
 
@@ -597,7 +597,7 @@ test_fail(lambda: observe(one, one, one, torch.ones(1, 3), resolution="full"), c
 # - *The reliability of $h_j$ stands for that of $v_j = W_V\,\mathrm{norm}(h_j)$.* The value projection mixes and rescales features. A wrong scale matters little where the scatter dominates the claim ($\kappa S$ against $\kappa^2 s_0^2$), and the learned initial precision can absorb it **[D]**.
 # - *A token is one of its own neighbours.* It sees itself, so its own precision comes back as part of the observation, and the update counts it twice: a token alone, with precision 7, observes itself with precision 7 and ends with 14, at a gain of one half. The paper's attention keeps the diagonal, as the transformer does **[P]**; to leave the diagonal out, pass a mask.
 # - *No dropout on the weights.* Dropping weights breaks $\sum_j w_{tj} = 1$, on which unbiasedness (chapter 10) rests: the layer of chapter 22 drops features of $e_t$ instead **[D]**.
-# - The blocked rung has no second derivative, and gives no gradient to a floating-point mask; asking for either is an error.
+# - The blocked rung has no second derivative, and no rung gives a gradient to a floating-point mask; asking for either is an error.
 #
 # ## Summary
 #

@@ -170,7 +170,7 @@ class Step(NamedTuple):
 # %% [markdown]
 # ## A worked step
 #
-# Four tokens with two features in one causal sequence. The third is badly known ($\lambda = 0.1$), and the fourth contradicts all before it. One head, all projections the identity, a feed-forward network that does nothing, process noise $Q = 0.2$.
+# Four tokens with two features in one causal sequence. The third is badly known ($\lambda = 0.1$), and the fourth lies far from the others, so that it attends to little but itself. One head, all projections the identity, a feed-forward network that does nothing, process noise $Q = 0.2$.
 # With identity projections the head reports a level, whereas an update wants the innovation $e = z - h$ (12.3), so we subtract the level that each token already holds. In a trained layer, $W_O$ and the value projection have to learn this. @fig-step follows the precision of one feature through the step.
 
 # %%
@@ -200,7 +200,7 @@ plt.show()
 Step(prior, observation, seen.n_eff, posterior, predicted).gain[0, :, 0]
 
 # %% [markdown]
-# These are the gains of the four tokens. The badly known one has the largest: it believes what it sees. And to the tokens that look at it, it is worth a tenth of another token.
+# These are the gains of the four tokens. The badly known one has the largest: it believes what it sees. The fourth has the gain of a token that is alone, one half: what it attends to is itself, with its own precision. And to the tokens that look at it, it is worth a tenth of another token.
 #
 # Does a *rare item* behave like the third token? This arithmetic does not say: the answer depends on which initial precision the item has learned. The paper reports the opposite, higher initial precision and lower gain for rare items **[P]**. Which of the two holds is a question for the experiments.
 #

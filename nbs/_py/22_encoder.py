@@ -532,7 +532,7 @@ test_fail(lambda: ItemPrecision(3, -1.0), contains="positive")
 #
 # ## Summary
 #
-# - `BFTEncoderLayer` is torch's layer plus a process noise; switched off, it is torch's layer.
+# - `BFTEncoderLayer` is torch's layer plus a process noise; switched off, it computes what torch's layer computes, but for the place of dropout in training.
 # - `ItemPrecision`, `MLPPrecision` and `ConstantPrecision` say where precision starts.
 # - `with_intermediates=True` opens the filter: gain, effective sample size and precision per layer.
 #

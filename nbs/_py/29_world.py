@@ -478,7 +478,7 @@ probability.shape
 # %% [markdown]
 # ## Ceiling and floor
 #
-# Hit rate at $k$: the share of users whose last item is among the $k$ most probable. Ties take their average rank, so a constant predictor never profits from them.
+# Hit rate at $k$: the share of users whose last item is among the $k$ most probable. Ties take their average rank, so a constant predictor earns nothing while $k$ is below half of the catalogue.
 
 
 # %%
@@ -619,7 +619,7 @@ test_fail(lambda: make_world(n_events=2), contains="at least 3")
 test_fail(lambda: rate(np.array([[0.0, np.nan]]), np.array([1])), contains="finite")
 
 # %% [markdown]
-# A constant predictor is no better than chance, whatever $k$:
+# A constant predictor earns nothing at any $k$ one would ask for:
 
 # %%
 constant = np.zeros((200, 201))

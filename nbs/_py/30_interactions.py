@@ -494,7 +494,7 @@ repeats(Examples(np.array([0, 1], np.int32), two, np.array([1, 4], np.int32)))
 # %% [markdown]
 # ## Splits
 #
-# A split says which events a model may learn from and which questions it is asked. Its **hash** is a fingerprint of exactly that: kind of split, every training sequence, every history and every target. Items enter it numbered
+# A split says which events a model may learn from and which questions it is asked. Its **hash** is a fingerprint of exactly that: kind of split and its settings, users, number of items, every training sequence, every history and every target. Items enter it numbered
 # in the order in which they appear, so the hash is the same whatever ids a copy of the data uses, on every machine.
 
 

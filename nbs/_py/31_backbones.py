@@ -17,7 +17,7 @@
 # %% [markdown]
 # **So far** we have interactions, split into a past to learn from and a future to predict. **Now** we need a model that reads a past.
 # **Why** three: SASRec [@kang2018sasrec] is the transformer reduced to what recommendation needs, and the reference that every published comparison starts from. BERT4Rec [@sun2019bert4rec] changes what a position may see, HSTU [@zhai2024] what it does with what it sees. The paper claims its filter for all of them.
-# Each comes plain and filtering, and the two differ in the class of their layers and in nothing else, so that a difference in their results has one cause.
+# Each comes plain and filtering, and the two differ in the class of their layers, and in the initial precision that the filter's need, in nothing else, so that a difference in their results has one cause.
 
 # %%
 #| hide

@@ -1493,7 +1493,7 @@ class Recommender:
 # %% [markdown]
 # ## A shop that does not exist
 #
-# The world of chapter 29 as a shop would see it: 2,000 readers, 200 books, ids of its own. Readers come back to books, so seen items compete. Every book has been chosen two hundred times, so a small dropout will do. The last choice of every reader is hidden from everything that follows.
+# The world of chapter 29 as a shop would see it: 2,000 readers, 200 books, ids of its own. Readers come back to books, so seen items compete. A book has been chosen two hundred times on average, so a small dropout will do. The last choice of every reader is hidden from everything that follows.
 
 # %%
 world = make_world(n_users=2000)
@@ -1557,7 +1557,7 @@ bins[0].hit_rate, bins[-1].hit_rate
 # %% [markdown]
 # ### What does the precision add?
 #
-# Three forecasters of a hit, learnt on the validation users and judged on the hidden choices by their mean log loss [nat]: the same rate for everybody; sharpness alone; sharpness and log precision.
+# Four forecasters of a hit, learnt on the validation users and judged on the hidden choices by their mean log loss [nat]: the same rate for everybody; sharpness alone; log precision alone; sharpness and log precision.
 
 
 # %%
@@ -1578,7 +1578,7 @@ recommender.calibration().slopes.round(3)
 
 # %% [markdown]
 # Smaller is better. Over the same rate for all, the log precision alone gains six tenths of what sharpness gains, and the two together gain more than either. Do not lean on it: the posterior precision was trained for its effect on means and never asked to forecast hits, so what it is worth changes from training to training
-# (on the real data below it adds next to nothing). Sharpness carried most of the confidence every time we looked. **[D]**
+# (of the two real sets below it adds next to nothing on one, and a good deal on the other). Sharpness carried most of the confidence every time we looked. **[D]**
 #
 # ### Why these?
 #
@@ -1732,7 +1732,7 @@ pd.DataFrame(forecasts, index=[*LEARNT.values(), *GAINS.values()]).T.rename_axis
 # %% [markdown]
 # **We found** two answers. On MovieLens, where every history is long, the log precision tells nothing that sharpness does not: its gain is within its interval of zero.
 #
-# On Beauty, where half of the users have at most five events, adding it takes off six tenths of what sharpness does once more, in both seeds (alone it tells a sixth as much: it says how far sharpness is to be believed). The two rivals together take off less, .011 where the precision takes .015 to .017, and beside them the precision keeps .012: some of what it knows is the popularity of the items read, most is not. A forecast from sharpness and both rivals takes .034 off the log loss of the plain model's hit rate; one from all four takes .05 off that of the filter's. So a recommender that must know when to be silent gains from the filter where histories are short, even where it hardly hits more often.
+# On Beauty, where half of the users have at most five events, adding it takes off six tenths of what sharpness does once more, in both seeds (alone it tells a fifth to a quarter as much: it says how far sharpness is to be believed). The two rivals together take off less, .011 where the precision takes .015 to .017, and beside them the precision keeps .012: some of what it knows is the popularity of the items read, most is not. A forecast from sharpness and both rivals takes .034 off the log loss of the plain model's hit rate; one from all four takes .05 off that of the filter's. So a recommender that must know when to be silent gains from the filter where histories are short, even where it hardly hits more often.
 
 # %% [markdown]
 # ### New items, measured
@@ -1767,7 +1767,7 @@ pd.DataFrame({
 }).T.rename_axis(["data", "new items"])  # fmt: skip
 
 # %% [markdown]
-# An item of which nothing is said is offered to nobody (among the new ones all such tie, so its figure is chance). One that is said to be like five others is found among the new ones as often as after training again on MovieLens, and a quarter less often on Beauty. Among all items it is found more often, since training on its few events leaves it seldom offered, while (33.4) gives it the popularity of those it is like. This has its price, too: on MovieLens new items are offered more than four times as often as they are chosen, and old ones lose a point of HR@10. At the plain mean of the same five it is found about half as often among all, and with twenty it all but drops out of the lists. Since (33.4) was found by this measurement, the table is no test of it on other data.
+# An item of which nothing is said is offered to nobody (among the new ones all such tie, so its figure is chance). One that is said to be like five others is found among the new ones as often as after training again on MovieLens, and a quarter less often on Beauty. Among all items it is found more often, since training on its few events leaves it seldom offered, while (33.4) gives it the popularity of those it is like. This has its price, too: on MovieLens new items are offered more than four times as often as they are chosen, and old ones lose a point of HR@10. At the plain mean of the same five it is found about half as often among all, and with twenty it drops out of the lists on Beauty, and is offered less often than it is chosen on MovieLens. Since (33.4) was found by this measurement, the table is no test of it on other data.
 
 # %% [markdown]
 # ## How it fails

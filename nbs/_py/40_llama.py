@@ -406,7 +406,7 @@ class Keys:
 # %% [markdown]
 # ## Observe
 #
-# transformers lets a library register an attention function by name; rotary positions, grouped heads and normalised queries have been dealt with when it is called. A mask function must be registered under the same name, or there is silently no mask.
+# transformers lets a library register an attention function by name; rotary positions and normalised queries have been dealt with when it is called; the heads that share keys and values are still to be written out. A mask function must be registered under the same name, or there is silently no mask.
 #
 # The explicit form computes the mean $e$ by the very operations of transformers' own explicit attention, in the same order, so that $\beta_a = 0$ adds an exact zero and nothing changes, to the last bit. The moments of (20.1) are those of chapter 20: one more product with the table of weights, and its rows' norms. (The table is by far the largest thing here, and every further pass over it costs as much as the softmax.)
 
@@ -633,7 +633,7 @@ class FilteringLayer(_Mixed):
 # %% [markdown]
 # ## The models
 #
-# Two more classes are mixed in, one into the stack of layers and one into both that and the language model. They initialise what is new, keep it in float32 when the rest is loaded in half precision, and tidy up what transformers records on request: hidden states lose their $\log\lambda$, attentions are the kriging weights.
+# Two more classes are mixed in, `FilteringModel` into the stack of layers and `FilteringForCausalLM` into the language model; what both need, `Converted` and `Filtering` hold. They initialise what is new, keep it in float32 when the rest is loaded in half precision, and tidy up what transformers records on request: hidden states lose their $\log\lambda$, attentions are the kriging weights.
 
 # %%
 #| exports
@@ -1152,7 +1152,7 @@ assert abs(shipped["change, %"]) <= 1 and shipped["least of them"] > 0.05
 # %% [markdown]
 # **Reading.** The shipped start passes on both counts: perplexity within 1 %, and a spread several times the .05 in every one of the middle layers. Taken to the letter, the equations fail as a start: they turn a language model into noise. The two dials are to blame in very different measure.
 #
-# - The *gain* is what destroys. At $\beta_g = 1$, calibrated and with a mild attention, the model is lost; a layer that takes on nine tenths of what attention tells it is another layer, thirty times over.
+# - The *gain* is what destroys. At $\beta_g = 1$, calibrated and with a mild attention, the model is lost; at a tenth of that weight a layer takes on nine tenths of what attention tells it and perplexity rises by 6 %; here it takes on four tenths, thirty times over.
 # - *Attention* is harmless as long as $\beta_a \log\bar\lambda$ differs little between tokens. To the letter it costs several percent at the shipped noise; with ten times the noise it costs half a percent, and the precision is a third as lively, that is, spreads a third as much between tokens.
 # - *Normalised units*, in which a token's variances are shares of its mean square, were meant to spare the calibration, since one scale would serve all depths. They do not: without calibration they cost more than the stream's own units do, and with it no less. The mean square of a few tokens is enormous [@sun2024massive], and multiplying by it makes them the most reliable of all. They stay as an option, because in them nothing depends on the scale of the stream.
 # - The dials trade against each other (@fig-tradeoff, left): what attention feels is $\beta_a$ times the spread. We ship a small $\beta_a$ and a lively precision, not the reverse, because training can turn up a dial faster than it can bring a dead signal to life **[D]**.

@@ -17,10 +17,10 @@
 # attention observes the context as kriging does, the residual connection becomes a Kalman update with gain $K$, and the feed-forward network predicts, which spends precision.
 #
 # $$
-# K = \frac{\lambda^{\text{obs}}}{\lambda + \lambda^{\text{obs}}}, \qquad h' = h + K \circ e, \qquad \lambda' = \lambda + \lambda^{\text{obs}}
+# K = \frac{\lambda_{\text{obs}}}{\lambda + \lambda_{\text{obs}}}, \qquad h' = h + K \circ e, \qquad \lambda' = \lambda + \lambda_{\text{obs}}
 # $$
 #
-# Here $e$ is what attention reports, $\lambda^{\text{obs}}$ the precision of that report, and $\circ$ the product element by element.
+# Here $e$ is what attention reports, $\lambda_{\text{obs}}$ the precision of that report, and $\circ$ the product element by element.
 #
 # This book proves each of these steps in SymPy, turns each proved formula into the function of the library `bft_nb` that you can import, and asks on real
 # interactions whether the layer helps. A result that contradicts the paper is printed as plainly as one that agrees.
@@ -62,7 +62,7 @@ gain * 2.0, precision + observed
 # | IV. Language | 40–43 | How does a pretrained Llama become a filter without forgetting, how is it taught from noisy answers, and what do gates and attention sinks have to do with it? |
 # | V. Experiments | | Does it help, where, and does the learned precision mean anything? |
 #
-# The results are on one page: [What holds?](experiments/claims.ipynb) The experiments on fine-tuned language models are not finished yet: their pages show the first rows.
+# The results are on one page: [What holds?](experiments/claims.ipynb)
 #
 # ## How to read
 #

@@ -262,7 +262,7 @@ layer.pivot_table(index=["model", "length"], columns="metric", values="value")[[
 # - **HSTU** is ahead on none, and 2 % behind on Beauty and Sports, each layer at the rate it chose. At equal rates, looked at afterwards, it is ahead on Instruments (1.5 %) and Sports (3 %) and level on Beauty, so a rate decides. At the rate it chose it hardly filters; a larger rate, or a larger first precision, lowers its gain, and on Instruments either brings the same 3 % at one seed ([ablation](ablation.ipynb)).
 # - **BERT4Rec** is ahead of its null on none of the Amazon sets. It leads on the two others: on Yelp by repeated places alone; on MovieLens by 8 %, at a learning rate at which the other layers fail, and by 6 % at one at which they learn.
 #
-# In HR@10, the paper's metric, the leads are SASRec's on Sports and Yelp (2 and 6 %), HSTU's on Instruments (1 %; its interval touches zero, as does that of its 2 % deficit on Sports in NDCG@10), and BERT4Rec's on Beauty (5 %), Yelp and MovieLens.
+# In HR@10, the paper's metric, the leads are SASRec's on Sports and Yelp (2 and 6 %), HSTU's on Instruments (1 %; its interval barely excludes zero, and that of its 2 % deficit on Sports in NDCG@10 barely touches it), and BERT4Rec's on Beauty (5 %), Yelp and MovieLens.
 #
 # Against torch's own layer the differences are larger, of both signs: SASRec is ahead in HR@10 on Beauty, Sports, Instruments and Yelp (2 to 13 %) and 4 % behind on MovieLens; BERT4Rec is behind on Sports and Instruments. Where the null differs from torch's layer too (SASRec on Instruments and Yelp, BERT4Rec on Sports and Yelp), half of the difference or all of it belongs to where dropout acts.
 #

@@ -62,7 +62,7 @@ if store and "tiny" in (model, texts):
 # %% [markdown]
 # ## Texts
 #
-# Contexts of SQuAD are paragraphs of Wikipedia; each from a different article, as far as there are enough.
+# Contexts of SQuAD are paragraphs of Wikipedia; no two are the same, and the seed decides which.
 
 # %%
 BUILT_IN = [

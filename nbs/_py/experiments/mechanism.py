@@ -145,14 +145,14 @@ pd.concat({key: moves(*key) for key in cells}).round(2)
 #
 # **The order is the paper's**, except in HSTU.
 #
-# - *SASRec*: $\tau$ falls with popularity from the rarest to the most popular quarter, by a quarter to a third on most sets, most on Yelp and hardly on MovieLens. The gain of layer 1 is lower for the rarest quarter than for the most popular one; on MovieLens by .01, with both middle quarters above either.
+# - *SASRec*: $\tau$ falls with popularity from the rarest to the most popular quarter, by a fifth to a third on most sparse sets, most on Yelp and hardly on MovieLens. The gain of layer 1 is lower for the rarest quarter than for the most popular one; on MovieLens by .01, with both middle quarters above either.
 # - *The gain's size* depends on the learning rate, on dropout and on the seed: on Beauty $K \approx .73$ at a rate of .003 and $\approx .45$ at .006, so a particular value such as .77 says little.
 # - *BERT4Rec*: both order as in SASRec on the sparse sets, with gains of .1 to .3 in layer 1: there it takes on little of what attention finds. Layer 2 is as small on Beauty and Yelp; on Sports, Toys and Instruments it is .55 to .68, and on Sports and Instruments ordered the other way.
 # - *HSTU*: the order of the gain in layer 1 is reversed and $\tau$ hardly moves.
 #
 # **Precision and sample size follow.**
 #
-# - *Precision*: what enters the second layer still orders by popularity in SASRec, on a higher level: one observation has been added. In HSTU it stands at four to eight times $\tau$ on sparse sets.
+# - *Precision*: what enters the second layer still orders by popularity in SASRec on the sparse sets, on a higher level: one observation has been added. In HSTU it stands at four to eight times $\tau$ on most sparse sets.
 # - *Sample size in SASRec*: that of layer 1 hardly depends on the item: four to eight keys on the sparse sets, of histories that are not much longer. So its gain's order is that of $\tau$, not of $n$.
 # - *Sample size in the others* depends on it: HSTU's rises with popularity on the Amazon sets (4.3 to 6.5 on Beauty, 4.6 to 7.1 on Toys), where its gain falls; BERT4Rec's rises on Sports (6.2 to 9.0) and Toys (6.5 to 9.1), with its gain, so there $n$ and $\tau$ are not told apart.
 #
@@ -160,7 +160,7 @@ pd.concat({key: moves(*key) for key in cells}).round(2)
 #
 # - In layer 1 $K$ is .86 to .99, in layer 2 .74 to .94, so the update is nearly the plain residual, and what is left of the filter is its weighing of keys.
 # - The observation behind HSTU's norm and gate is precise compared with a $\tau$ that starts at one and moves little.
-# - At twice the learning rate, the plain layer's, layer 2 comes down from .9 and more to .55 to .75 on Beauty, Sports and Instruments.
+# - At twice the learning rate, the plain layer's, layer 2 comes down from .75 to .95 to .55 to .75 on Beauty, Sports and Instruments (means over seeds, which differ by as much).
 #
 # **τ knows little, except on Instruments and in BERT4Rec.**
 #

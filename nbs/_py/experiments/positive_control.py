@@ -426,7 +426,7 @@ ax.minorticks_off()
 plt.show()
 
 # %% [markdown]
-# **Reading. Neither: the difference between the layers stays near zero,** while the headroom grows with heterogeneity and is there at every number of users. At heterogeneity 0 there is a reservation: there neither layer has learned more than popularity.
+# **Reading. Neither: the difference between the layers stays near zero** (with two kinds of items and 8,000 users the filter is .003 behind, clear of zero), while the headroom grows with heterogeneity and is there at every number of users. At heterogeneity 0 there is a reservation: there neither layer has learned more than popularity.
 #
 # ### Why
 #
