@@ -11,7 +11,7 @@ import torch
 
 from bft_nb import finetune as ft
 from bft_nb.finetune import LEARNT, METHODS, answering, finetune, learnt, length_grouped, prepare
-from bft_nb.llama import trace
+from bft_nb.llama import layer_filters, trace
 from bft_nb.models import load_model
 from bft_nb.qa import Collator, Example, encode, lookup, prompt_ids
 from bft_nb.results import load_answers, save_answers
@@ -51,6 +51,12 @@ def test_methods_share_the_start_of_the_adapter(questions):
     a, b = (ready(method, questions, seed=3)[0].model for method in ("sft", "bft"))
     of = lambda model: {name: p for name, p in weights(model).items() if "lora_A" in name}
     assert of(a).keys() == of(b).keys() and all(torch.equal(p, of(b)[name]) for name, p in of(a).items())
+
+
+def test_a_method_may_start_its_filter_elsewhere_and_the_caller_has_the_last_word(questions):
+    shipped, strong, told = (layer_filters(ready(method, questions, **start)[0].model) for method, start in (("bft", {}), ("bft_strong", {}), ("bft_strong", dict(beta_a=0.5))))
+    dials = lambda filters: {(round(f.beta_a.item(), 6), round(f.beta_g.item(), 6)) for f in filters}
+    assert dials(shipped) == {(0.25, 0.01)} and dials(strong) == {(1.0, 0.1)} and dials(told) == {(0.5, 0.1)}
 
 
 @pytest.mark.parametrize("method", ["bft", "headwise"])
