@@ -14,7 +14,7 @@
 # %% [markdown]
 # **The paper says** that on NQ-Open, with passages in the context that a search returned and that do not hold the answer, a model tuned as a filter loses less than the same model tuned plainly [@bft2026]. Kriging is made for this: an observation that deserves no belief should get little weight.
 #
-# **What would refute it here**: the loss from no distractor to twenty is not smaller for the filter than for SFT (a difference of paired differences over the same questions), or the filter answers no better with twenty. With twenty, the gold passage stands first or in the middle; last, as with five, it has not been asked for.
+# **What would refute it here**: the loss from no distractor to twenty is not smaller for the filter than for SFT (a difference of paired differences over the same questions), or the filter answers no better with twenty. With twenty distractors the gold passage stands first or in the middle (with five also last).
 #
 # "As a filter" is a matter of degree. The shipped start keeps the gain $K$ near 1, where the filter is almost the plain model, and a step of training moves the filter's own parameters by about its learning rate at most. So the filter is also tried with a larger rate for these, and what they have learnt is a table below.
 #
@@ -86,7 +86,7 @@ cut = [snippets(whole[i], words) for i in order]
 print(prompt(cut[0].over(2, "middle")))
 
 # %% [markdown]
-# A question is asked at the end, or serves to choose by, or is learnt from, the same for every method and seed; none is learnt from, nor are a filter's scales measured on it, whose gold passage belongs to one of the others. In training each has from none to `k_train` distractors, and the gold snippet stands first, in the middle or last.
+# Each question is asked at the end, or used to choose by, or learnt from; which of the three is the same for every method and seed. A question whose gold passage belongs to one of the first two kinds is not learnt from, and a filter's scales are not measured on it. In training each question has between none and `k_train` distractors, with the gold snippet first, in the middle or last.
 
 # %%
 first, last = max(n_eval, len(cut) // 5), len(cut) - min(100, len(cut) // 4)
@@ -124,7 +124,7 @@ trained = finetune(prepared.model, examples, Collator(tokenizer), method, **trai
 pd.DataFrame(trained.losses).set_index("step").round(3).T
 
 # %% [markdown]
-# Asked with more and more distractors, the gold snippet at one place (in the study first, so that each context begins as the one before and nothing is read twice). A model that reads the first snippet alone would lose nothing there, and in training, with two distractors at most, the gold snippet is first in five of nine cases. So it stands elsewhere, too: at the second number of distractors at both other places, at the largest at one of them (from first: in the middle). The questions to choose by are asked at the second number, gold snippet in the middle.
+# Each question is asked with more and more distractors, the gold snippet staying at one place (in the study first, so that each context begins as the one before and nothing is read twice). A model that reads only the first snippet would lose nothing there, and in training, with at most two distractors, the gold snippet is first in five of nine cases. So other places are asked for, too: both at the second number of distractors, one of them at the largest number (where the gold snippet usually stands first, that one is the middle). The questions to choose by are asked at the second number, with the gold snippet in the middle.
 
 
 # %%
@@ -183,7 +183,7 @@ if store:
 #
 # ### What was chosen, on validation
 #
-# F1 of a hundred other questions with five distractors at seed 0, by learning rate: the same three rates for every method, and the best one is taken for all its cells. The filter has one more trial than the others; its second rate, *own*, is of parameters only it has.
+# F1 of a hundred other questions with five distractors at seed 0, by learning rate: the same three rates for every method, and the best one is taken for all its cells. The filter has one more trial than the others, with a rate of its *own* for the parameters that only it has.
 
 # %%
 stored = qa_study.study_rows("rag_distractors")  # at the budget of `qa_study.RAG`
@@ -199,7 +199,7 @@ qa_study.choices(stored, **select) if len(stored) else "no rows are stored yet"
 qa_study.at_equal_rates(stored, "bft", n_eval=0, **select) if len(stored) else "no rows are stored yet"
 
 # %% [markdown]
-# Where the chosen rate is the smallest or largest that was tried, a better one may lie beyond it. Cells that are stored at other rates than the chosen ones are in no table below:
+# Where the chosen rate is the smallest or largest that was tried, a better one may lie beyond it. Cells stored at rates other than the chosen ones are in no table below:
 
 # %%
 others = qa_study.stray(stored, chosen, n_eval=0)

@@ -187,11 +187,11 @@ if store:
 # BFT_DATA=… bft sweep nbs/experiments/grids/squad_noise.yaml -j 2
 # ```
 #
-# SmolLM2-135M-Instruct learns from a thousand questions of 44 articles, each seen once, with low-rank matrices beside all its projections; 500 questions of other articles are asked. The same contexts, order, batches, start and steps serve every method of a seed.
+# SmolLM2-135M-Instruct learns from a thousand questions of 44 articles, each seen once, with low-rank matrices beside all its projections; 500 questions of other articles are asked. Within a seed, every method has the same contexts, order, batches, starting weights and steps.
 #
 # ### What was chosen, on validation
 #
-# F1 of a hundred questions about contexts that were not learnt from, at $n_p = .3$ and seed 0, by learning rate: the same three rates for every method, and the best one is taken for all its cells. The filter has one more trial than the others; its second rate, *own*, is of parameters only it has.
+# F1 of a hundred questions about contexts that were not learnt from, at $n_p = .3$ and seed 0, by learning rate: the same three rates for every method, and the best one is taken for all its cells. The filter has one more trial than the others, with a rate of its *own* for the parameters that only it has.
 
 # %%
 stored = qa_study.study_rows("squad_noise")  # at the budget of `qa_study.SQUAD`
@@ -201,7 +201,7 @@ cells = {(n, m): rows for n in levels for m in METHODS if len(rows := cell(store
 qa_study.choices(stored, noise=0.3) if len(stored) else "no rows are stored yet"
 
 # %% [markdown]
-# Where the chosen rate is the smallest or largest that was tried, a better one may lie beyond it. Cells that are stored at other rates than the chosen ones are in no table below but that at equal rates:
+# Where the chosen rate is the smallest or largest that was tried, a better one may lie beyond it. Cells stored at rates other than the chosen ones appear below only in the table at equal rates:
 
 # %%
 others = qa_study.stray(stored, chosen, noise=0.3)
@@ -210,7 +210,7 @@ others if len(others) else "all are stored at the chosen rates" if len(stored) e
 # %% [markdown]
 # ### The table
 #
-# Exact match and F1 in points of 100 over the test questions and seeds, with a 95 % bootstrap interval over questions; F1 of each seed, which says how far trainings differ; and F1 minus that of SFT, in points and in percent of SFT's F1 (the paper's unit; its 8.3 % are of $n_p = 0$), paired by question over the seeds that both have (so it need not be the difference of the two means). Questions about one context are alike, so the intervals are somewhat too narrow.
+# Exact match and F1 in points of 100 over the test questions and seeds, with a 95 % bootstrap interval over questions; F1 of each seed, which says how far trainings differ; and F1 minus that of SFT, in points and in percent of SFT's F1 (the paper's unit; its 8.3 % is at $n_p = 0$). The difference is paired by question over the seeds that both have, so it need not be the difference of the two means. Questions about the same context are alike, so the intervals are somewhat too narrow.
 
 
 # %%
@@ -243,7 +243,7 @@ if len(levels) > 1:
 # %% [markdown]
 # ### At equal learning rates
 #
-# The two need not have chosen the same rate, and a hundred answers tell little between two that are close. So here is F1 at $n_p = .3$ at each rate that both were run with, over the seeds that both have. *Own* is the filter's second rate; it is compared with SFT at the first.
+# The two need not have chosen the same rate, and a hundred answers tell little between two that are close. So here is F1 at $n_p = .3$ at each rate at which both were run, over the seeds that both have. *Own* is a separate rate for the filter's parameters; that line is compared with SFT at the common rate.
 
 # %%
 pd.concat([qa_study.at_equal_rates(stored, m, noise=0.3) for m in METHODS if METHODS[m].added == "bft"]).fillna("") if len(stored) else "no rows are stored yet"
@@ -281,11 +281,23 @@ changed(*pairs[max(lead)], names, asked=wordings("squad_noise")) if lead else "n
 # %% [markdown]
 # ### Reading
 #
-# **We found** no gain. On clean labels the filter's F1 is .6 points below SFT's, −.9 % with an interval from −3.8 to +2.2, so the paper's +8.3 % lies outside. With three wrong tokens in ten it is 1.0 below, with an interval that includes zero, and the lead does not grow with the noise. This is of two seeds each. The filter chose the smallest rate it was tried with, by .2 points on a hundred answers; at equal rates, .0003 and .001, and with a larger rate of its own as well, the two are level. Focal loss and GCE are not stored yet.
+# **We found no gain from the filter, on clean labels or on wrong ones.** Two seeds each:
 #
-# **A hint: the rate they stand.** At .003 and seed 0 SFT diverged between steps 120 and 144 of 250 (its loss doubles and does not come down again), and no answer of it is right; the filter, same batches, goes on to 54 points. At seed 1 neither diverged, and they have 58 and 59. So the 27 points of the last line are one training of two, and its interval, which is over questions, does not say how often that happens. Among [distractors](rag_distractors.ipynb), at that rate, SFT loses ten points on the questions to choose by and the filter none, at one seed; and BERT4Rec on MovieLens stands a step as a filter that no other layer of it stands ([the study](recommendation.ipynb)). A validation set keeps one from such rates, so nothing of it is in the tables.
+# - *Clean labels*: F1 is .6 points below SFT's, −.9 % with an interval from −3.8 to +2.2, so the paper's +8.3 % lies outside.
+# - *Three wrong tokens in ten*: 1.0 point below, with an interval that includes zero. The lead does not grow with the noise.
+# - *The rate*: the filter chose the smallest rate it was tried with, by .2 points on a hundred answers. At equal rates, .0003 and .001, and with a larger rate of its own as well, the two are level.
+# - Focal loss, GCE and the strong start are not stored yet.
 #
-# **Why the noise does not matter to it** **[D]**. $\lambda$ is the precision of a token that is *read*, and what is read is clean, in training as at the end. A wrong label enters through the loss, behind the last layer, where no gain stands that could be turned down: what knows something of the label's reliability is a loss, such as focal and GCE. And it is a filter by a hair: $K = .99$ and both $\beta$ where they started, in 250 steps that move them by little.
+# **A hint: the filter may tolerate a larger step.**
+#
+# - At .003 and seed 0 SFT diverged between steps 120 and 144 of 250 (its loss doubles and does not come down again), and none of its answers is right; the filter, on the same batches, goes on to 54 points. At seed 1 neither diverged, and they have 58 and 59. So the 27 points of that line are one training of two, and its interval, which is over questions, does not say how often that happens.
+# - The same shows elsewhere: among [distractors](rag_distractors.ipynb), at that rate, SFT loses ten points on the questions to choose by and the filter none, at one seed; and BERT4Rec on MovieLens learns as a filter at a rate at which its other layers do not ([the study](recommendation.ipynb)).
+# - A validation set keeps one from such rates, so none of this is in the main table.
+#
+# **Why the noise makes no difference to the filter** **[D]**.
+#
+# - $\lambda$ is the precision of a token that is *read*, and what is read is clean, in training as at the end. A wrong label enters through the loss, behind the last layer, where there is no gain that could be turned down. What can know something of a label's reliability is a loss, such as focal loss and GCE.
+# - And it is hardly a filter: $K = .99$, and both $\beta$ are where they started, since 250 steps move them by little.
 
 # %% [markdown]
 # ## The paper's size
