@@ -172,3 +172,10 @@ def test_a_truncated_output_is_not_taken_for_a_run(notebook, out):
     (out / "little-seed=1.ipynb").write_text('{"cells": [')
     assert runner.run(notebook, {"seed": 1}, out=out, progress=False).status == "done"
     assert json.loads((out / "little-seed=1.ipynb").read_text())["metadata"]["bft_run"]
+
+
+def test_notebooks_keep_freed_memory_unless_the_caller_decides(monkeypatch):
+    for name in runner.ALLOCATOR: monkeypatch.delenv(name, raising=False)
+    assert runner.ALLOCATOR.items() <= runner.environment().items()
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "131072")
+    assert runner.environment()["MALLOC_TRIM_THRESHOLD_"] == "131072"
