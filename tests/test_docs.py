@@ -94,6 +94,14 @@ def test_figure_has_number_caption_fold_and_file():
     assert list(page.files) == ["x_files/fig-a-png.png"]
 
 
+def test_only_tables_of_short_cells_keep_each_on_a_line():
+    def shown(cell):
+        table = f'<table class="dataframe"><tr><th>a long heading may always be broken into lines</th></tr><tr><td>{cell}</td></tr></table>'
+        return pages.output_html({"output_type": "execute_result", "data": {"text/html": table}}, pages.Page(), "x", {})
+
+    assert 'class="out scroll short"' in shown("+1.1 [+0.1, +2.3]") and 'class="out scroll"' in shown("an answer that is a sentence, and longer than a line")
+
+
 def test_hidden_cells_and_hidden_code():
     nb = {"cells": [code_cell("#| hide\nsecret()"), code_cell("#| echo: false\nquiet()", {"output_type": "stream", "name": "stdout", "text": "a < b"}), code_cell("#| include: false\nno()")]}
     out = pages.body_html(nb, pages.Page(), "x")

@@ -284,12 +284,17 @@ def number_labels(nb):
     return labels
 
 
+def short(table: str, most: int = 32) -> bool:
+    "do all cells of a table fit on a line, as numbers with their intervals do?"
+    return all(len(html.unescape(cell)) <= most for cell in re.findall(r"<td>(.*?)</td>", table, re.S))
+
+
 def output_html(out, page, stem, d):
     "one output of a cell"
     if out["output_type"] == "stream": return f'<pre class="out" tabindex="0">{html.escape("".join(out["text"]))}</pre>'
     if out["output_type"] == "error": return f'<pre class="out error">{html.escape(out["ename"] + ": " + out["evalue"])}</pre>'
     data = {k: v if isinstance(v, str) else "".join(v) if isinstance(v, list) else v for k, v in out.get("data", {}).items()}
-    if "text/html" in data: return f'<div class="out scroll" tabindex="0">{data["text/html"]}</div>'
+    if "text/html" in data: return f'<div class="out scroll{" short" if short(data["text/html"]) else ""}" tabindex="0">{data["text/html"]}</div>'
     if "image/png" in data:
         name = f"{stem}_files/{page.unique(str(d.get('label', 'figure')) + '-png')}.png"
         page.files[name] = base64.b64decode(data["image/png"])
