@@ -276,7 +276,7 @@ class Seen(NamedTuple):
 
 # %% ../nbs/40_llama.ipynb #d32439f9
 def bft_attention(module, query, key, value, attention_mask, scaling, dropout=0.0, filtering: Keys | None = None, *, attend, **kwargs) -> tuple[Tensor, Seen]:
-    "Attention as transformers calls it. Raises `ValueError` in a layer that is not a filtering one."
+    "Attention as transformers calls it. Raises `ValueError` in a layer that is not a filtering one, and for a λ̄ that is not positive and finite."
     if filtering is None:
         raise ValueError(f"{type(module).__name__} asked for filtering attention, but its layer is not a filtering one: use bft_nb.llama.convert(model)")
     groups = query.shape[1] // key.shape[1]

@@ -274,8 +274,8 @@ def augmented(
     v: Float[Tensor, "b h j kv"],  # values, [v]
     lam_bar: Float[Tensor, "b #h j"],  # λ̄ > 0, [h⁻²]
     diagonal: bool,  # S per value dimension, or its mean
-) -> Float[Tensor, "b h j c"]:
-    "V⁺: the values, their squares (or the mean of these), and 1/λ̄, side by side."
+) -> Float[Tensor, "b h j c"]:  # c = 2 kv + 1 if diagonal, else kv + 2
+    "V⁺ of (20.1): the values, their squares (or the mean of these), and 1/λ̄, side by side."
     second = v.square() if diagonal else v.square().mean(-1, keepdim=True)
     return torch.cat([v, second, lam_bar.reciprocal().unsqueeze(-1).expand(*v.shape[:-1], 1)], -1)
 
@@ -284,10 +284,10 @@ def augmented(
 #| exports
 def read_moments(
     out: Float[Tensor, "b h t c"],  # w V⁺, of `augmented`
-    kappa: Float[Tensor, "b h t"],  # κ = Σ w²
-    width: int,  # kv
+    kappa: Float[Tensor, "b h t"],  # κ = Σ w², [1]
+    width: int,  # kv, of the values in V⁺
 ) -> Moments:
-    "The moments (20.1) in $wV^+$ and κ."
+    "The moments (20.1) that $wV^+$ and κ hold; S, a difference, is cut off at zero."
     e, second, s2_0 = out.split([width, out.shape[-1] - width - 1, 1], -1)
     square = e.square() if second.shape[-1] > 1 else e.square().mean(-1, keepdim=True)
     return Moments(e, (second - square).clamp_min(0), s2_0.squeeze(-1), kappa)
