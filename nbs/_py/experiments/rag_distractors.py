@@ -292,7 +292,7 @@ changed(*pair, names, split=splits[20], asked=wordings("rag_distractors")) if le
 # - *Elsewhere*: with five distractors and the gold snippet in the middle or last the two are level; with twenty, in the middle, the filter is 4.4 points behind, clear of zero.
 # - *There was room for a gain*: SFT falls from 78 points to 45 with five distractors and to 30 with twenty. The paper reports that a filter falls less **[P]**.
 # - *The rates*, on a hundred questions to choose by: level at each rate that either would choose, and ten points ahead at the largest, where SFT has lost as much; one seed.
-# - Focal loss (no rate tried yet) and GCE (one) have no cells yet.
+# - Focal loss (no rate tried yet) and GCE (two) have no cells yet.
 #
 # **A reason that follows from the equations, and is not tested yet [D].** In a causal model a late token has read more than an early one. Its effective sample size is larger (it grows by a fifth to a quarter of a doubling with each doubling of the context, [attention sinks](attention_sinks.ipynb)), so its $\lambda_{\text{obs}}$ is, and so is the $\bar\lambda$ that the next layer weighs it by: whatever a text says, its beginning is believed least. That is where the gold snippet stands in most of the conditions, and where the first token stands, on which many heads rest. Training sees two distractors at most, so at twenty the slope has gone on for three times the length that the low-rank matrices could get used to. If this is it, the same filter with $\beta_a = 0$ in the evaluation loses less, and a gold snippet that stands last among twenty is not lost.
 
