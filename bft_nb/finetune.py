@@ -27,7 +27,7 @@ from bft_nb.models import load_model
 from bft_nb.processes import join, number_of_processes, train_together
 from bft_nb.qa import Collator, Example, Question, check_lengths, evaluating, loss_func, prompt_ids, room
 
-__all__ = ["ADAPTERS", "DTYPES", "LEARNT", "METHODS", "Method", "Prepared", "Tuned", "adapted", "added_parameters", "answering", "converted", "finetune", "learnt", "length_grouped", "prepare"]
+__all__ = ["ADAPTERS", "DTYPES", "LEARNT", "METHODS", "Method", "PARTS", "Prepared", "Tuned", "adapted", "added_parameters", "answering", "converted", "finetune", "learnt", "length_grouped", "prepare"]
 
 
 class Method(NamedTuple):
@@ -51,6 +51,7 @@ METHODS: dict[str, Method] = {
 }
 ADAPTERS = ("lora", "full")
 DTYPES = ("float32", "bfloat16")  # of a step: float32 throughout, or autocast
+PARTS = {"kriging": "beta_a", "kalman": "root_beta_g"}  # of a filter -> the dial that is 0 in every layer where the part is switched off
 LEARNT = ("gain", "beta_g", "beta_a", "log_lam_bar")  # what `learnt` measures
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -281,21 +282,45 @@ def _last_checkpoint(out_dir: Path) -> str | None:
 
 
 @contextlib.contextmanager
+def _switched_off(model: nn.Module, parts: Sequence[str]) -> Iterator[None]:
+    "`PARTS` of a filter at zero while the block runs."
+    from bft_nb.llama import layer_filters
+
+    dials = [getattr(layer, PARTS[part]) for layer in layer_filters(model) for part in parts] if parts else []
+    kept = [dial.detach().clone() for dial in dials]
+    try:
+        with torch.no_grad():
+            for dial in dials:
+                dial.zero_()
+        yield
+    finally:
+        with torch.no_grad():
+            for dial, value in zip(dials, kept):
+                dial.copy_(value)
+
+
+@contextlib.contextmanager
 def answering(
     model: nn.Module,  # tuned
     dtype: str = "float32",  # as in training
+    without: Sequence[str] = (),  # keys of `PARTS`, of a filter: switched off in every layer, attention that of the plain model, K = 1
 ) -> Iterator[nn.Module]:
-    "The model as it is asked: low-rank matrices added to the weights they stand beside (taken out again at the end), computing in the precision it was trained in."
+    """The model as it is asked: low-rank matrices added to the weights they stand beside, computing in the precision it was trained in.
+
+    All is as before when the block ends. Raises `ValueError` for an unknown name, `TypeError` for parts of a model that is no filter.
+    """
     check_option("dtype", dtype, DTYPES)
+    for part in without:
+        check_option("each of without", part, PARTS)
     mergeable = hasattr(model, "merge_adapter")
-    if mergeable:
-        model.merge_adapter()
-    try:
-        with torch.autocast(next(model.parameters()).device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
-            yield model
-    finally:
+    with _switched_off(model, without), torch.autocast(next(model.parameters()).device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
         if mergeable:
-            model.unmerge_adapter()
+            model.merge_adapter()
+        try:
+            yield model
+        finally:
+            if mergeable:
+                model.unmerge_adapter()
 
 
 def learnt(

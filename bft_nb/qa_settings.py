@@ -67,6 +67,7 @@ def passage_settings(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def check_crowded(p: Mapping[str, Any]) -> None:
     "The same for what only `rag_distractors` has."
+    from bft_nb.finetune import METHODS, PARTS
     from bft_nb.qa import GOLD
 
     check_option("data", p["data"], RETRIEVED)
@@ -78,6 +79,10 @@ def check_crowded(p: Mapping[str, Any]) -> None:
     check_count("words", passages["words"], 0)
     check_option("gold", passages["gold"], GOLD)
     check_most("n_eval", p["n_eval"], 0, data.questions // 2, f"half of the questions of {p['data']}")
+    for part in p["without"]:
+        check_option("each of without", part, PARTS)
+    if p["without"] and METHODS[p["method"]].added != "bft":
+        raise ValueError(f"without must be empty for {p['method']}, which is no filter, got {list(p['without'])}")
 
 
 def check_length(max_length: int, config: Any) -> None:

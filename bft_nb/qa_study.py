@@ -30,8 +30,8 @@ ROLES = {"sft": "baseline", "focal": "noise", "gce": "other", "bft": "posterior"
 SQUAD = dict(
     model="smollm2", dataset="squad_v1.1_train_part", corruption="uniform", adapter="lora", max_length=128, answer_length=16, steps=250, batch_size=4, n_eval=500, dtype="bfloat16",
 )  # fmt: skip
-RAG = dict(  # gold None: the gold passage first, which is no part of a run's name
-    model="smollm2", dataset="nq_open_bm25_distractors", k_train=2, words=12, gold=None, adapter="lora", max_length=224, answer_length=16, steps=150, batch_size=4, dtype="bfloat16",
+RAG = dict(  # None: gold passage first, whole filter, which are no part of a run's name
+    model="smollm2", dataset="nq_open_bm25_distractors", k_train=2, words=12, gold=None, without=None, adapter="lora", max_length=224, answer_length=16, steps=150, batch_size=4, dtype="bfloat16",
 )  # fmt: skip
 BUDGETS: dict[str, dict[str, Any]] = {"squad_noise": SQUAD, "rag_distractors": RAG}  # of the studies in the book
 

@@ -1,5 +1,6 @@
 "Fine-tuning: every method trains, a killed run goes on, bad input is named."
 
+import itertools
 import signal
 import subprocess
 import sys
@@ -209,6 +210,29 @@ def test_the_model_is_asked_as_it_was_tuned(method, questions):
             assert not torch.equal(lm(**batch).logits.float(), before)
         torch.testing.assert_close(made.model(**batch).logits, before, atol=1e-4, rtol=1e-4)
     with pytest.raises(ValueError, match="dtype must be one of"), answering(made.model, "float16"):
+        pass
+
+
+def test_parts_of_a_filter_are_switched_off_only_while_it_is_asked(questions):
+    plain, filtering = (ready(method, questions)[0].model.eval() for method in ("sft", "bft"))
+    dials = [dial for layer in layer_filters(filtering) for dial in (layer.beta_a, layer.root_beta_g)]
+    before = [dial.item() for dial in dials]
+    ids = torch.arange(4, 14)[None]
+    scores = {}
+    with torch.no_grad():
+        wanted = plain(input_ids=ids).logits
+        for parts in ((), ("kriging",), ("kalman",), ("kriging", "kalman")):
+            with answering(filtering, without=parts) as lm:
+                scores[parts] = lm(input_ids=ids).logits
+            assert [dial.item() for dial in dials] == before
+    torch.testing.assert_close(scores.pop(("kriging", "kalman")), wanted, atol=1e-5, rtol=1e-5)  # nothing is learnt yet: the plain model
+    assert all((a - b).abs().max() > 1e-4 for a, b in itertools.combinations([wanted, *scores.values()], 2))
+    with pytest.raises(RuntimeError, match="halfway"), answering(filtering, without=["kriging"]):
+        raise RuntimeError("halfway")
+    assert [dial.item() for dial in dials] == before
+    with pytest.raises(ValueError, match="each of without must be one of 'kriging', 'kalman', got 'gain'"), answering(filtering, without=["gain"]):
+        pass
+    with pytest.raises(TypeError, match="has no filtering layers"), answering(plain, without=["kalman"]):
         pass
 
 

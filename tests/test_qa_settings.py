@@ -30,6 +30,7 @@ OWN = {
         (dict(ks=[0, 6]), "each of ks must be at most 5, the distractors of a question of lookup, got 6"), (dict(ks=[-1, 5]), "each of ks must be at least 0, got -1"),
         (dict(data="nq_open_bm25_distractors", ks=[0, 25]), "each of ks must be at most 20"), (dict(ks=[5]), "ks must be two numbers"), (dict(ks=[5, 0]), "in ascending order"),
         (dict(passages={"k_train": 6}), "k_train must be at most 5"), (dict(passages={"words": -1}), "words must be at least 0, got -1"),
+        (dict(without=["gain"]), "each of without must be one of 'kriging', 'kalman', got 'gain'"), (dict(method="sft", without=["kalman"]), "without must be empty for sft, which is no filter, got ['kalman']"),
         (dict(passages={"gold": "second"}), "gold must be one of 'first', 'middle', 'last', got 'second'"), (dict(passages={"wrods": 3}), "a name in passages must be one of 'k_train', 'words', 'gold'"),
     ],
 }  # fmt: skip

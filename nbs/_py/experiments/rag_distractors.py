@@ -33,6 +33,7 @@ lr = 1e-3  # at its highest
 precision_lr = 0.0  # of what a filter (or gate) adds to the layers; 0: `lr`
 adapter = "lora"  # or "full"
 max_length = 224  # tokens of prompt and answer in training; longer ones are left out
+without = []  # parts of a filter that are switched off when it is asked: "kriging" (attention as in the plain model), "kalman" (K = 1)
 n_eval = 40  # questions asked at the end, half of all at most; 0: those to choose by alone
 dtype = "float32"  # or "bfloat16": autocast
 store = False  # append the rows to data/results of this checkout?
@@ -60,7 +61,7 @@ use_style()
 training = dict(steps=steps, batch_size=batch_size, lr=lr)
 params = dict(method=method, ks=ks, adapter=adapter, max_length=max_length, answer_length=ANSWER, n_eval=n_eval, dtype=dtype, **training)
 passages = passage_settings(passages)
-check_settings(params | dict(model=model, data=data, passages=passages, seed=seed, precision_lr=precision_lr, store=store));
+check_settings(params | dict(model=model, data=data, passages=passages, without=without, seed=seed, precision_lr=precision_lr, store=store));
 
 # %% [markdown]
 # ## One cell
@@ -72,9 +73,10 @@ k_train, words, gold = (passages[name] for name in ("k_train", "words", "gold"))
 params |= dict(k_train=k_train, words=words) | ({} if gold == "first" else dict(gold=gold))
 if METHODS[method].added:
     training["precision_lr"] = params["precision_lr"] = precision_lr or lr
-run, path = dict(exp="rag_distractors", dataset=data, model=model_name(model), params=params, seed=seed), results_folder() / "rag_distractors.csv"
+tuned = dict(exp="rag_distractors", dataset=data, model=model_name(model), params=params, seed=seed)
+run, path = tuned | ({"params": params | dict(without="+".join(sorted(set(without))))} if without else {}), results_folder() / "rag_distractors.csv"
 if store: check_new(path, run)
-configuration(params)
+configuration(run["params"])
 
 # %% [markdown]
 # NQ-Open has a passage with the answer (*gold*) for each question; BM25 chose the distractors, without an answer in them, from a pool of 23,160 passages, which is easier than retrieval from all of Wikipedia. So that a CPU can read twenty-one of them, **the study cuts every passage to a snippet of twelve words, under its title** (`words`; at 0 passages stay whole). Where a snippet begins is drawn at random, for distractors among all places and for the gold passage among those that leave the answer in: nothing about its length or the place of the answer in it tells the gold snippet apart. This is our choice **[D]**; it makes questions harder than with whole passages, for all methods alike.
@@ -119,7 +121,7 @@ pd.DataFrame({"questions": [len(examples), len(valid), len(asked)]}, index=["to 
 # A run that stores its rows keeps checkpoints in `runs/finetune`, and goes on from the last of them if it is killed and started again; one with `store = False` writes none, and starts afresh.
 
 # %%
-folder = checkout() / "runs" / "finetune" / run_key(run) if store else None
+folder = checkout() / "runs" / "finetune" / run_key(tuned) if store else None
 trained = finetune(prepared.model, examples, Collator(tokenizer), method, **training, seed=seed, dtype=dtype, out_dir=folder, progress=store)
 pd.DataFrame(trained.losses).set_index("step").round(3).T
 
@@ -131,14 +133,14 @@ pd.DataFrame(trained.losses).set_index("step").round(3).T
 def ask(retrieved: list, conditions: list[tuple[int, str]]) -> dict[str, tuple[list, list, object]]:
     "Questions, greedy answers and scores under each condition; neighbours share the beginning of their contexts."
     questions = [[r.over(k, place) for r in retrieved] for k, place in conditions]
-    with answering(prepared.model, dtype) as lm:
+    with answering(prepared.model, dtype, without) as lm:
         said = answer_growing(lm, tokenizer, questions, max_new_tokens=ANSWER, batch_size=ROWS)
     return {f"k{k}.{place}": (qs, texts, score(texts, qs)) for (k, place), qs, texts in zip(conditions, questions, said)}
 
 
 # %%
 a, b = (place for place in GOLD if place != gold)
-series = [[(k, gold) for k in ks], [(ks[1], a), (ks[1], b), (ks[-1], a)]]
+series = [[(k, gold) for k in ks], *([] if without else [[(ks[1], a), (ks[1], b), (ks[-1], a)]])]
 if gold != "first":  # contexts that need not begin alike
     series = [[condition] for part in series for condition in part]
 measured = {"valid": ask(valid, [(ks[1], "middle")]), "test": {name: found for part in series for name, found in ask(asked, part).items()} if n_eval else {}}
@@ -187,7 +189,7 @@ if store:
 
 # %%
 stored = qa_study.study_rows("rag_distractors")  # at the budget of `qa_study.RAG`
-select = dict(split="valid-k5.middle")
+select = dict(split="valid-k5.middle", n_eval=0)
 chosen = {m: qa_study.tuned(stored, m, **select) for m in METHODS}
 cells = {m: rows for m in METHODS if len(rows := cell(stored, m, chosen[m], n_eval=500))}
 qa_study.choices(stored, **select) if len(stored) else "no rows are stored yet"
@@ -196,7 +198,7 @@ qa_study.choices(stored, **select) if len(stored) else "no rows are stored yet"
 # At equal learning rates, on the same questions:
 
 # %%
-qa_study.at_equal_rates(stored, "bft", n_eval=0, **select) if len(stored) else "no rows are stored yet"
+qa_study.at_equal_rates(stored, "bft", **select) if len(stored) else "no rows are stored yet"
 
 # %% [markdown]
 # Where the chosen rate is the smallest or largest that was tried, a better one may lie beyond it. Cells stored at rates other than the chosen ones are in no table below:
@@ -269,6 +271,21 @@ conditions = {**{f"k = {k}, first": split for k, split in splits.items()}, "k = 
 places = {METHODS[m].title: {name: shown(rows, split) for name, split in conditions.items() if name.startswith(("k = 5,", "k = 20,"))} for m, rows in cells.items()}
 leads = {METHODS[m].title: {name: mean(advantage(rows, cells["sft"], split)) for name, split in conditions.items()} for m, rows in cells.items() if m != "sft" and "sft" in cells}
 pd.concat({"F1": pd.DataFrame(places), "Δ F1 to SFT": pd.DataFrame(leads)}, axis=1).reindex(conditions).fillna("") if cells else "no rows are stored yet"
+
+# %% [markdown]
+# ### Which part of the filter loses them?
+#
+# The trained filter, asked again with parts of it switched off in every layer (`without`): kriging ($\beta_a = 0$, attention as in the plain model), the gain ($\beta_g = 0$, so $K = 1$), or both, which leaves the plain model with low-rank matrices that were tuned beside a filter. F1 with the gold snippet first; then, paired by question over shared seeds, how far each is ahead of SFT, and of the whole filter:
+
+# %%
+OFF = {"nothing": None, "kriging": "kriging", "the gain": "kalman", "both": "kalman+kriging"}
+asked_without = {name: cell(qa_study.study_rows("rag_distractors", without=parts), "bft", chosen["bft"], n_eval=500) for name, parts in OFF.items()} if "bft" in cells else {}
+asked_without = {name: rows for name, rows in asked_without.items() if len(rows)}
+ends = {f"k = {k}": splits[k] for k in (0, 20)}
+found = {"F1": {n: {k: shown(rows, split) for k, split in ends.items()} for n, rows in asked_without.items()}}
+for against in ("sft", "bft"):
+    found[f"Δ to {METHODS[against].title}"] = {n: {k: mean(advantage(rows, cells[against], split)) if n != "nothing" or against != "bft" else "" for k, split in ends.items()} for n, rows in asked_without.items() if against in cells}
+pd.concat({name: pd.DataFrame(of).T for name, of in found.items()}, axis=1).rename_axis("switched off") if asked_without else "no rows are stored yet"
 
 # %% [markdown]
 # ### Which answers change
