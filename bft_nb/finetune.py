@@ -24,7 +24,7 @@ from torch import nn
 
 from bft_nb.core import check_count, check_option, check_positive
 from bft_nb.models import load_model
-from bft_nb.processes import join, number_of_processes, train_together
+from bft_nb.processes import join, number_of_processes, process, train_together
 from bft_nb.qa import Collator, Example, Question, check_lengths, evaluating, loss_func, prompt_ids, room
 
 __all__ = ["ADAPTERS", "DTYPES", "LEARNT", "METHODS", "Method", "PARTS", "Prepared", "Tuned", "adapted", "added_parameters", "answering", "converted", "finetune", "learnt", "length_grouped", "prepare"]
@@ -199,7 +199,15 @@ def finetune(
     place = resolve_device(device)
     flat = [len(e.input_ids) for e in examples], *(torch.cat(parts) for parts in zip(*examples))  # many small tensors would travel slowly
     n, task = number_of_processes(processes, place, batch_size), (flat, collate, settings, place.type, out_dir, progress)
-    return train_together(_train, model, task, n, place) if n > 1 else _train(model, *task)
+    with contextlib.nullcontext() if out_dir is None or process()[1] > 1 else _alone(Path(out_dir)):
+        return train_together(_train, model, task, n, place) if n > 1 else _train(model, *task)
+
+
+def _alone(out_dir: Path) -> contextlib.AbstractContextManager:
+    "Whoever else trains in this folder waits, and then finds the run done: two evaluations of one training may start together."
+    from filelock import FileLock
+
+    return FileLock(out_dir / ".lock")
 
 
 def _train(model: nn.Module, flat: tuple, collate: Collator, how: dict[str, Any], place: str, out_dir: str | Path | None, progress: bool) -> Tuned:

@@ -20,7 +20,7 @@ from bft_nb.report import choose, load_rows, results_folder, runs_of, signed
 from bft_nb.results import COLUMNS, load_answers, ranks_path
 
 __all__ = [
-    "BUDGETS", "RAG", "ROLES", "SQUAD", "advantage", "answers", "at_equal_rates", "both", "cell", "changed", "choices", "leads", "learnt", "level", "mean", "outcomes", "per_question",
+    "BUDGETS", "RAG", "ROLES", "SQUAD", "TRIALS", "advantage", "answers", "at_equal_rates", "both", "cell", "changed", "choices", "leads", "learnt", "level", "mean", "outcomes", "per_question",
     "relative", "seeds", "shown", "stray", "study_rows", "tuned", "tuning", "wordings",
 ]  # fmt: skip
 
@@ -34,6 +34,7 @@ RAG = dict(  # None: gold passage first, whole filter, which are no part of a ru
     model="smollm2", dataset="nq_open_bm25_distractors", k_train=2, words=12, gold=None, without=None, adapter="lora", max_length=224, answer_length=16, steps=150, batch_size=4, dtype="bfloat16",
 )  # fmt: skip
 BUDGETS: dict[str, dict[str, Any]] = {"squad_noise": SQUAD, "rag_distractors": RAG}  # of the studies in the book
+TRIALS: dict[str, dict[str, Any]] = {"squad_noise": dict(noise=0.3), "rag_distractors": dict(split="valid-k5.middle", n_eval=0)}  # what chooses the rates of a study: conditions for `tuned`
 
 
 def _rates(rows: pd.DataFrame) -> pd.Series:

@@ -16,7 +16,7 @@ from bft_nb.core import check_option
 from bft_nb.report import choose, load_rows, over_seeds
 from bft_nb.results import canonical, load_history
 
-__all__ = ["ARMS", "BACKBONE_OPTIONS", "BUDGET", "DATASETS", "HISTORIES", "cell", "epochs", "history_strata", "metrics", "study_rows", "tuned", "tuned_on", "tuning"]
+__all__ = ["ARMS", "BACKBONE_OPTIONS", "BUDGET", "DATASETS", "EQUAL", "HISTORIES", "cell", "epochs", "history_strata", "metrics", "study_rows", "tuned", "tuned_on", "tuning"]
 
 DATASETS = ("beauty", "sports", "toys", "instruments", "yelp", "ml1m")
 ARMS: dict[str, dict[str, Any]] = {  # the kinds of layer: options of the filtering layer, none for the plain one
@@ -27,6 +27,7 @@ ARMS: dict[str, dict[str, Any]] = {  # the kinds of layer: options of the filter
 BACKBONE_OPTIONS: dict[str, dict[str, Any]] = {"bert4rec": {"mask_probability": 0.3, "last_probability": 0.5}}  # of every arm
 BUDGET = {"d": 64, "negatives": 512, "dtype": "float32"}  # and `epochs`
 SETTINGS = {"bft", "max_length", "batch_size", "thin", "split_hash", "dropout", "lr", "precision_lr", "epochs", *BUDGET}  # whatever else a run names is an option of its layers
+EQUAL = {"dropout": 0.5, "lr": 6e-3}  # what HSTU's plain layer chose on Beauty: its filter, which chose half the rate, is looked at with these, too
 HISTORIES = (4, 6, 10)  # a user's items: up to 4, up to 6, up to 10, more
 
 

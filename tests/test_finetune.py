@@ -4,6 +4,7 @@ import itertools
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -118,6 +119,15 @@ def test_a_killed_run_goes_on(method, questions, tmp_path, counted):
     assert len(counted) == 8 + 4, "after five steps, four of which were saved, four are left"
     for name, p in weights(whole.model).items():
         torch.testing.assert_close(weights(again.model)[name], p, atol=0, rtol=0)
+
+
+def test_two_at_once_in_one_folder_train_once(questions, tmp_path, counted):
+    made = [ready("bft", questions) for _ in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        done = list(pool.map(lambda m: finetune(m[0].model, *m[1:], "bft", **EIGHT, out_dir=tmp_path), made))
+    assert len(counted) == 8 and done[0].losses == done[1].losses
+    one, other = (weights(m[0].model) for m in made)
+    assert all(torch.equal(p, other[name]) for name, p in one.items())
 
 
 @pytest.mark.parametrize("adapter", ft.ADAPTERS)

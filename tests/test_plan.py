@@ -1,6 +1,9 @@
 "`bft run … --dry-run`: what a run needs, without a download and without a model of full size."
 
+import ast
 import json
+import re
+import shlex
 
 import pytest
 import torch
@@ -12,7 +15,7 @@ from bft_nb import cli, plan
 from bft_nb.finetune import METHODS, _groups, adapted, converted
 from bft_nb.models import tiny_llama, tiny_tokenizer
 from bft_nb.qa import loss_func
-from bft_nb.runner import find_notebook
+from bft_nb.runner import find_notebook, parse_value
 from bft_nb.runner import plan as planned
 
 TINY_LLAMA = "TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T"
@@ -47,6 +50,17 @@ def test_the_papers_model_is_counted_without_it(bare, capsys):
     assert "1,100,048,384 in all; 1,100,048,384 trained (100 %), 0 of the method's own" in out
     assert "squad_v1.1_train: is downloaded from https://" in out and "7 of 4 examples, 28 in all, of at most 128 tokens" in out
     assert "weights 4.4 GB, gradients 4.4 GB, optimiser 8.8 GB" in out and "1 missing" in out
+
+
+@pytest.mark.parametrize("page", ["squad_noise", "rag_distractors"])
+def test_the_command_of_the_papers_size_is_the_one_that_was_dry_run(page):
+    "What the page shows as a command line, and what it hands to `report`."
+    twin = (find_notebook(page).parents[1] / "_py" / "experiments" / f"{page}.py").read_text(encoding="utf-8")
+    model, line = re.search(rf"# M=(\S+)\n# hf download \$M\n# bft run {page} (.+?)\n# ```", twin, re.DOTALL).groups()
+    words = shlex.split(line.replace("\\\n#", "").replace("$M", model))
+    assert set(words[::3]) == {"-p"} and model == TINY_LLAMA
+    call = ast.parse(re.search(r"^paper = (dict\(.+?^\))", twin, re.DOTALL | re.MULTILINE)[1], mode="eval").body
+    assert dict(zip(words[1::3], map(parse_value, words[2::3]), strict=True)) == {k.arg: ast.literal_eval(k.value) for k in call.keywords}
 
 
 def test_what_is_missing_is_named(bare, capsys, monkeypatch):

@@ -1681,7 +1681,8 @@ def stored(dataset: str, bft: bool, seed: int) -> pd.DataFrame:
 
 def fifths(run: pd.DataFrame) -> list[Bin]:
     "Users by confidence."
-    return [Bin(v[f"confidence.bin{b}"], h / n, *wilson_interval(int(h), int(n)), int(n)) for v in [run["value"]] for b in range(5) for h, n in [(v[f"hits.bin{b}"], v[f"n.bin{b}"])]]
+    confidence, hits, n = ([run["value"][f"{part}.bin{b}"] for b in range(5)] for part in ("confidence", "hits", "n"))
+    return [Bin(c, h / m, *wilson_interval(int(h), int(m)), int(m)) for c, h, m in zip(confidence, hits, n, strict=True)]
 
 
 # %%

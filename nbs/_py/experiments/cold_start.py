@@ -34,7 +34,7 @@ from bft_nb.figures import COLOUR, use_style
 from bft_nb.ranking import Estimate, hit_rate
 from bft_nb.report import STRATA, compare, contrast, seed_ranks, signed
 from bft_nb.results import load_strata
-from bft_nb.study import DATASETS, HISTORIES, cell, history_strata, metrics, study_rows
+from bft_nb.study import DATASETS, EQUAL, HISTORIES, cell, history_strata, metrics, study_rows
 
 # %%
 use_style()
@@ -156,7 +156,6 @@ def ends(ours: pd.DataFrame, theirs: pd.DataFrame) -> dict[str, str]:
 
 
 # %%
-EQUAL = dict(dropout=0.5, lr=6e-3)  # HSTU's plain layer chose it
 others = {(of, name, arm): (cell(stored, name, of, "filter"), cell(stored, name, of, arm)) for of in BACKBONES if of != backbone for name in DATASETS for arm in baselines}
 others |= {("hstu", name, "plain, both at .006"): (cell(stored, name, "hstu", "filter", **EQUAL), cell(stored, name, "hstu", "plain", **EQUAL)) for name in DATASETS}
 pd.DataFrame({key: ends(*pair) for key, pair in others.items() if all(map(len, pair))}).T.rename_axis(["backbone", "data", "to"])
