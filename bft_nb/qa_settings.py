@@ -15,7 +15,7 @@ __all__ = ["ANSWER", "ASKED", "PASSAGES", "RETRIEVED", "ROWS", "Retrieval", "che
 ANSWER = 16  # tokens of an answer, its end included
 ROWS = 50  # questions that are asked at once
 CORRUPTIONS = ("uniform", "swap")
-PASSAGES: dict[str, Any] = {"k_train": 2, "words": 12, "gold": "first"}  # of `rag_distractors`: most distractors in training, words of a passage (0: all), place of the gold one
+PASSAGES: dict[str, Any] = {"ks": [0, 2, 5], "k_train": 2, "words": 12, "gold": "first"}  # of `rag_distractors`: numbers of distractors at the end, most of them in training, words of a passage (0: all), place of the gold one
 
 
 class Retrieval(NamedTuple):
@@ -72,10 +72,13 @@ def check_crowded(p: Mapping[str, Any]) -> None:
 
     check_option("data", p["data"], RETRIEVED)
     data, passages = RETRIEVED[p["data"]], passage_settings(p["passages"])
-    for name, k in (("k_train", passages["k_train"]), *(("each of ks", k) for k in p["ks"])):
+    ks = passages["ks"]
+    if not isinstance(ks, list):
+        raise TypeError(f"ks must be a list of numbers of distractors, got {ks!r}")
+    for name, k in (("k_train", passages["k_train"]), *(("each of ks", k) for k in ks)):
         check_most(name, k, 0, data.distractors, f"the distractors of a question of {p['data']}")
-    if len(p["ks"]) < 2 or sorted(set(p["ks"])) != list(p["ks"]):
-        raise ValueError(f"ks must be two numbers of distractors at least, in ascending order, got {p['ks']}")
+    if len(ks) < 2 or sorted(set(ks)) != ks:
+        raise ValueError(f"ks must be two numbers of distractors at least, in ascending order, got {ks}")
     check_count("words", passages["words"], 0)
     check_option("gold", passages["gold"], GOLD)
     check_most("n_eval", p["n_eval"], 0, data.questions // 2, f"half of the questions of {p['data']}")
@@ -99,7 +102,7 @@ def check_settings(
     check_training(p)
     if "noise" in p:
         check_noisy(p)
-    if "ks" in p:
+    if "passages" in p:
         check_crowded(p)
     model_name(p["model"])
     if p["store"] and (p["model"] == TINY or p["data"] == "lookup"):

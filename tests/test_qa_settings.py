@@ -27,11 +27,11 @@ OWN = {
     "rag_distractors": [
         (dict(n_eval=-1), "n_eval must be at least 0, got -1"), (dict(n_eval=201), "n_eval must be at most 200, half of the questions of lookup, got 201"),
         (dict(data="nq_open_bm25_distractors", n_eval=2000), "n_eval must be at most 1326, half of the questions of nq_open_bm25_distractors"),
-        (dict(ks=[0, 6]), "each of ks must be at most 5, the distractors of a question of lookup, got 6"), (dict(ks=[-1, 5]), "each of ks must be at least 0, got -1"),
-        (dict(data="nq_open_bm25_distractors", ks=[0, 25]), "each of ks must be at most 20"), (dict(ks=[5]), "ks must be two numbers"), (dict(ks=[5, 0]), "in ascending order"),
+        (dict(passages={"ks": [0, 6]}), "each of ks must be at most 5, the distractors of a question of lookup, got 6"), (dict(passages={"ks": [-1, 5]}), "each of ks must be at least 0, got -1"),
+        (dict(data="nq_open_bm25_distractors", passages={"ks": [0, 25]}), "each of ks must be at most 20"), (dict(passages={"ks": [5]}), "ks must be two numbers"), (dict(passages={"ks": [5, 0]}), "in ascending order"),
         (dict(passages={"k_train": 6}), "k_train must be at most 5"), (dict(passages={"words": -1}), "words must be at least 0, got -1"),
         (dict(without=["gain"]), "each of without must be one of 'kriging', 'kalman', got 'gain'"), (dict(method="sft", without=["kalman"]), "without must be empty for sft, which is no filter, got ['kalman']"),
-        (dict(passages={"gold": "second"}), "gold must be one of 'first', 'middle', 'last', got 'second'"), (dict(passages={"wrods": 3}), "a name in passages must be one of 'k_train', 'words', 'gold'"),
+        (dict(passages={"gold": "second"}), "gold must be one of 'first', 'middle', 'last', got 'second'"), (dict(passages={"wrods": 3}), "a name in passages must be one of 'ks', 'k_train', 'words', 'gold'"),
     ],
 }  # fmt: skip
 
@@ -48,6 +48,9 @@ def test_what_is_of_another_type(page):
     for change in (dict(steps=2.5), dict(n_eval=1e2)):
         with pytest.raises(TypeError, match="must be a whole number"):
             check_settings(DEFAULTS[page] | change)
+    if page == "rag_distractors":
+        with pytest.raises(TypeError, match="ks must be a list of numbers of distractors, got 5"):
+            check_settings(DEFAULTS[page] | dict(passages={"ks": 5}))
     with pytest.raises(FileNotFoundError, match="no such folder or file: '/nowhere/model'"):
         check_settings(DEFAULTS[page] | dict(model="/nowhere/model"))
 

@@ -24,8 +24,7 @@
 model = "tiny"  # or "smollm2", an id of the hub ("TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T"), a folder
 data = "lookup"  # or "nq_open_bm25_distractors"
 method = "bft"  # "sft", "focal", "gce", "bft", "bft_strong"; or "headwise", "elementwise", "sink" (chapter 42)
-ks = [0, 2, 5]  # numbers of distractors at the end
-passages = {"k_train": 2, "words": 12, "gold": "first"}  # most distractors in training; words of a passage, 0: all; where the gold one stands at all of `ks`: "first", "middle", "last". What is left out is as here
+passages = {"ks": [0, 2, 5], "k_train": 2, "words": 12, "gold": "first"}  # numbers of distractors at the end; most of them in training; words of a passage, 0: all; where the gold one stands at all of `ks`: "first", "middle", "last". What is left out is as here
 seed = 0
 steps = 60
 batch_size = 4
@@ -59,8 +58,9 @@ from bft_nb.runner import checkout
 # %%
 use_style()
 training = dict(steps=steps, batch_size=batch_size, lr=lr)
-params = dict(method=method, ks=ks, adapter=adapter, max_length=max_length, answer_length=ANSWER, n_eval=n_eval, dtype=dtype, **training)
 passages = passage_settings(passages)
+ks, k_train, words, gold = (passages[name] for name in ("ks", "k_train", "words", "gold"))
+params = dict(method=method, ks=ks, adapter=adapter, max_length=max_length, answer_length=ANSWER, n_eval=n_eval, dtype=dtype, **training)
 check_settings(params | dict(model=model, data=data, passages=passages, without=without, seed=seed, precision_lr=precision_lr, store=store));
 
 # %% [markdown]
@@ -69,7 +69,6 @@ check_settings(params | dict(model=model, data=data, passages=passages, without=
 # The run is named by everything that decides its outcome (the gold passage's place only where it is not first). A filter starts as [chapter 40](../40_llama.ipynb) ships it. *Strong* (`bft_strong`) is more of a filter from the start: $\beta_a = 1$, attention to the letter, and $\beta_g = .1$, ten times the shipped weight of the prior, at a price in perplexity that chapter 40 lists.
 
 # %%
-k_train, words, gold = (passages[name] for name in ("k_train", "words", "gold"))
 params |= dict(k_train=k_train, words=words) | ({} if gold == "first" else dict(gold=gold))
 if METHODS[method].added:
     training["precision_lr"] = params["precision_lr"] = precision_lr or lr
@@ -329,7 +328,7 @@ changed(*pair, names, split=splits[20], asked=wordings("rag_distractors")) if le
 # ```bash
 # M=TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T
 # hf download $M
-# bft run rag_distractors -p model $M -p data nq_open_bm25_distractors -p method bft -p ks [0,5,10,20] -p passages '{"words": 32}' \
+# bft run rag_distractors -p model $M -p data nq_open_bm25_distractors -p method bft -p passages '{"ks": [0, 5, 10, 20], "words": 32}' \
 #   -p steps 250 -p batch_size 16 -p max_length 320 -p n_eval 500 -p dtype bfloat16 -p store true
 # ```
 #
@@ -337,7 +336,7 @@ changed(*pair, names, split=splits[20], asked=wordings("rag_distractors")) if le
 
 # %%
 paper = dict(
-    model="TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T", data="nq_open_bm25_distractors", method="bft", ks=[0, 5, 10, 20], passages={"words": 32},
+    model="TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T", data="nq_open_bm25_distractors", method="bft", passages={"ks": [0, 5, 10, 20], "words": 32},
     steps=250, batch_size=16, max_length=320, n_eval=500, dtype="bfloat16", store=True,
 )  # fmt: skip
 print(report("rag_distractors", paper)[0])
