@@ -1,7 +1,8 @@
 """What the pages of the recommendation study share: which stored rows make a cell, and what was chosen for them.
 
 A cell is a data set, a backbone and a kind of layer (`ARMS`, or other options of the filtering layer) at the budget of the
-study; several seeds of it may be stored. Its dropout and learning rate are those that did best on the validation items of `tuned_on`.
+study; several seeds of it may be stored. Its dropout and learning rate are those that did best on the validation items of `tuned_on`,
+among the settings at which all layers of the backbone were tried: the budget of tuning is the same for each.
 """
 
 import json
@@ -37,8 +38,8 @@ def epochs(dataset: str, backbone: str) -> int:
 
 
 def tuned_on(dataset: str, backbone: str) -> str:
-    "The set whose validation items chose a cell's dropout and learning rate: Beauty for all sparse sets; MovieLens, and BERT4Rec everywhere, for itself."
-    return dataset if dataset == "ml1m" or backbone == "bert4rec" else "beauty"
+    "The set whose validation items chose a cell's dropout and learning rate: its own, but Beauty for SASRec on all sparse sets."
+    return "beauty" if backbone == "sasrec" and dataset != "ml1m" else dataset
 
 
 def _options(params: str) -> str:
@@ -64,9 +65,13 @@ def _arm(backbone: str, arm: str | Mapping[str, Any], options: Mapping[str, Any]
 
 
 def tuning(rows: pd.DataFrame, backbone: str, arm: str, dataset: str = "beauty") -> pd.DataFrame:
-    "NDCG@10 on the validation items of a data set at seed 0 by dropout (down) and learning rate (across)."
-    tried = choose(rows, dataset=dataset, seed=0, thin=1.0, split="valid", metric="ndcg@10", **_arm(backbone, arm))
-    return tried.pivot_table(index="dropout", columns="lr", values="value")
+    "NDCG@10 on the validation items of a data set at seed 0 by dropout (down) and learning rate (across), where all arms were tried that have rows there."
+    check_option("arm", arm, ARMS)
+    valid = choose(rows, dataset=dataset, seed=0, thin=1.0, split="valid", metric="ndcg@10")
+    tried = {name: choose(valid, **_arm(backbone, name)).set_index(["dropout", "lr"])["value"] for name in ARMS}
+    common = set.intersection(*([set(of.index) for of in tried.values() if len(of)] or [set()]))
+    found = tried[arm][[at in common for at in tried[arm].index]]
+    return found.groupby(level=["dropout", "lr"]).mean().unstack("lr")
 
 
 def _best(tried: pd.DataFrame) -> dict[str, float]:

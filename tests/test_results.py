@@ -50,6 +50,33 @@ def test_rows_of_uncommitted_code_are_called_that(tmp_path, recwarn):
         append_rows(tmp_path / "r.csv", [row(seed=1, commit="abcdef0123+"), row(seed=2, commit="abcdef0123+")])
 
 
+KILLED = """
+import csv, os, signal, sys
+from pathlib import Path
+from test_results import append_rows, row
+die, replace, writerows = lambda: os.kill(os.getpid(), signal.SIGKILL), Path.replace, csv.DictWriter.writerows
+match sys.argv[2]:
+    case "half written": csv.DictWriter.writerows = lambda writer, rows: (writerows(writer, rows[:-1]), die())
+    case "not in place": Path.replace = lambda path, target: die()
+    case "in place": Path.replace = lambda path, target: (replace(path, target), die())
+append_rows(Path(sys.argv[1]), [row(seed=1), row(seed=2)])
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="signals")
+@pytest.mark.parametrize(("moment", "seeds"), [("half written", [0]), ("not in place", [0]), ("in place", [0, 1, 2])])
+def test_killed_while_appending_all_rows_are_there_or_none(tmp_path, moment, seeds, monkeypatch):
+    path = tmp_path / "rec.csv"
+    append_rows(path, [row(seed=0)])
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(path), moment], cwd=Path(__file__).parent, capture_output=True, text=True)
+    assert killed.returncode == -9 and not killed.stderr, killed.stderr
+    assert [r["seed"] for r in read_rows(path)] == seeds
+    monkeypatch.setattr("bft_nb.download.STALE", -1)
+    append_rows(path, [row(seed=9)])  # the lock of the dead is no obstacle, what it left is swept
+    assert [r["seed"] for r in read_rows(path)] == [*seeds, 9]
+    assert not [p.name for p in tmp_path.iterdir() if p.name not in ("rec.csv", ".rec.csv.lock")]
+
+
 def test_appending_changes_no_byte_of_what_is_there(tmp_path):
     path = tmp_path / "rec.csv"
     append_rows(path, [row(value=0.1 + 0.2)])

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +32,7 @@ def folder(tmp_path):
     for dropout, lr, valid in [(0.5, 0.003, 0.06), (0.3, 0.003, 0.05), (0.5, 0.006, 0.055)]:
         store(tmp_path, bft=False, dropout=dropout, lr=lr, valid=valid, shift=2)
         store(tmp_path, dropout=dropout, lr=lr, valid=0.11 - valid, shuffled=True)
-    store(tmp_path, kriging=False, kalman=False, valid=0.04)
+        store(tmp_path, dropout=dropout, lr=lr, kriging=False, kalman=False, valid=valid - 0.02)
     store(tmp_path, seed=1, dropout=0.3, shift=1)
     store(tmp_path, thin=0.5, dropout=0.3)
     store(tmp_path, dropout=0.3, precision_lr=0.03)
@@ -62,12 +63,35 @@ def test_movielens_is_tuned_on_itself(folder):
     assert set(study.cell(rows, "ml1m", "sasrec")["dropout"]) == {0.2}
 
 
-def test_bert4rec_is_tuned_on_each_set(folder):
-    bert = dict(model="bert4rec", epochs=60, mask_probability=0.3, last_probability=0.5)
+@pytest.mark.parametrize("backbone", ["bert4rec", "hstu"])
+def test_the_others_are_tuned_on_each_set(folder, backbone):
+    of = dict(model="bert4rec", epochs=60, mask_probability=0.3, last_probability=0.5) if backbone == "bert4rec" else dict(model="hstu")
     for dataset, lr, valid in [("beauty", 0.006, 0.2), ("beauty", 0.003, 0.1), ("toys", 0.006, 0.1), ("toys", 0.003, 0.2)]:
-        store(folder, dataset=dataset, lr=lr, valid=valid, **bert)
+        store(folder, dataset=dataset, lr=lr, valid=valid, **of)
     rows = study.study_rows(folder)
-    assert {d: set(study.cell(rows, d, "bert4rec")["lr"]) for d in ("beauty", "toys", "sports")} == {"beauty": {0.006}, "toys": {0.003}, "sports": set()}
+    assert {d: set(study.cell(rows, d, backbone)["lr"]) for d in ("beauty", "toys", "sports")} == {"beauty": {0.006}, "toys": {0.003}, "sports": set()}
+
+
+def test_a_setting_that_another_layer_was_not_tried_at_takes_no_part(folder):
+    store(folder, dropout=0.1, valid=0.9, shuffled=True)
+    store(folder, dropout=0.1, bft=False, valid=0.9)
+    rows = study.study_rows(folder)
+    assert study.tuned(rows, "sasrec", "filter") == {"dropout": 0.3, "lr": 0.003} and 0.1 not in study.tuning(rows, "sasrec", "plain").index
+    store(folder, dropout=0.1, kriging=False, kalman=False, valid=0.01)
+    rows = study.study_rows(folder)
+    assert study.tuned(rows, "sasrec", "filter") == study.tuned(rows, "sasrec", "plain") == {"dropout": 0.1, "lr": 0.003}
+    assert study.tuned(rows, "sasrec", "null") == {"dropout": 0.5, "lr": 0.003}
+    with pytest.raises(ValueError, match="arm must be one of 'plain', 'null', 'filter', got 'best'"):
+        study.tuning(rows, "sasrec", "best")
+
+
+def test_the_stored_rows_leave_each_layer_the_same_choice():
+    rows = study.study_rows()
+    for dataset, backbone in product(study.DATASETS, ("sasrec", "bert4rec", "hstu")):
+        of = study.tuned_on(dataset, backbone)
+        tables = [table for arm in study.ARMS if len(table := study.tuning(rows, backbone, arm, of))]
+        assert len(tables) == (2 if backbone == "hstu" else 3) and len({str(table.notna()) for table in tables}) == 1, (backbone, of)
+        assert tables[0].notna().sum().sum() >= 2, f"{backbone} has nothing to choose from on {of}"
 
 
 def test_the_budget_is_one_number_of_epochs_for_each_backbone_and_kind_of_set(folder):

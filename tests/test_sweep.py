@@ -1,6 +1,8 @@
 "`bft sweep`: every cell once, whatever is killed, fails or runs beside it."
 
+import io
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,16 +19,22 @@ from helpers import ROOT, alive, until
 from nbformat.v4 import new_code_cell, new_notebook
 
 from bft_nb import cli, runner, study, sweep
+from bft_nb.results import read_rows
 from bft_nb.sweep import Outcome, cells
 
 ALLOWED = {"dataset": "synthetic", "seed": 0, "lr": 1e-3, "bft": False, "widths": [8], "limit": None}
 PARAMETERS = 'seed = 0\nlr = 1e-3\nmode = "ok"\nmarks = "."\n'
 BODY = """import os, time
+from bft_nb.results import append_rows, check_new, make_rows
+run = dict(exp="little", dataset=mode, model="none", params={}, seed=seed)
+check_new(f"{marks}/rows.csv", run)
 open(f"{marks}/{os.getpid()}.pid", "w").close()
 if mode == "bad": raise ValueError("asked to fail")
 time.sleep({"ok": 0, "slow": 1, "hangs": 100}[mode])
 """
-MARK = 'with open(f"{marks}/{seed}-{mode}.runs", "a") as f: f.write("run\\n")'
+MARK = """append_rows(f"{marks}/rows.csv", make_rows({"one": 1}, **run, split="test", n=1, seconds=0, device="cpu", commit="abc"))
+with open(f"{marks}/{seed}-{mode}.runs", "a") as f: f.write("run\\n")
+"""
 
 
 # ---- the grid file -------------------------------------------------------------------------------------------------
@@ -159,6 +167,23 @@ def test_busy_cells_are_asked_for_again_and_lost_ones_reported(tmp_path, monkeyp
     said = sweep.summary(found, 4)
     assert said.splitlines()[0].startswith("4 cells: ") and "1 left" in said and "OSError: machine lost" in said
     assert len([line for line in capsys.readouterr().out.splitlines() if line.startswith("[")]) == 3
+
+
+def test_the_time_to_go_is_that_of_the_cells_of_this_sweep(tmp_path, monkeypatch):
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr("tqdm.std.time", lambda: clock.now)
+
+    def ended():
+        for seed in range(4):
+            clock.now += 60 * (seed + 1)
+            yield plan(tmp_path, seed), Outcome("done", 60.0)
+
+    assert len(sweep._shown(ended(), before=2, total=6)) == 4
+    bars = re.findall(r"(\d)/6 \[(\d\d:\d\d)<(\S+),", terminal.getvalue())
+    assert list(dict.fromkeys(bars)) == [("2", "00:00", "?"), ("3", "01:00", "03:00"), ("4", "03:00", "03:00"), ("5", "06:00", "02:00"), ("6", "10:00", "00:00")]
 
 
 def test_limit_and_an_executor_that_is_closed_on_interruption(tmp_path):
@@ -294,6 +319,10 @@ class Little:
         "How often each cell has come to its end."
         return {p.stem: len(p.read_text().splitlines()) for p in self.marks.glob("*.runs")}
 
+    def rows(self):
+        "How many rows each cell has stored."
+        return Counter(row["seed"] for row in read_rows(self.marks / "rows.csv")) if (self.marks / "rows.csv").exists() else Counter()
+
     def outputs(self):
         "What is in place, and since when."
         return {p.name: p.stat().st_mtime_ns for p in self.out.glob("*.ipynb") if ".part." not in p.name}
@@ -329,6 +358,7 @@ def test_failures_are_told_and_the_rest_is_done_then_kept(little, capsys):
 MOMENTS = {
     "a child has begun": lambda little: len(list(little.out.glob(".locks/*"))),
     "a notebook is being executed": lambda little: len(list(little.marks.glob("*.pid"))),
+    "one has stored its rows": lambda little: little.rows().total(),
     "one has come to its end, but may not be in place": lambda little: sum(little.runs().values()),
     "one is in place": lambda little: len(little.outputs()),
 }
@@ -354,6 +384,7 @@ def test_killed_at_any_moment_it_goes_on_and_repeats_nothing(little):
     assert last.returncode == 0, err
     assert kept and kept.items() <= little.outputs().items()  # not written again
     assert len(little.outputs()) == 3 and all(p.state() == "done" for p in sweep.plans(grid, little.out))
+    assert little.rows() == {seed: 1 for seed in range(3)} and set(little.runs().values()) == {1}  # whatever was killed: no rows lost, none twice
     assert not list(little.out.glob("*.part.ipynb")) and not list(little.out.glob("*.failed.ipynb"))
     until(lambda: not little.alive(), 30)
 
