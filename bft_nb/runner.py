@@ -21,7 +21,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -197,9 +197,16 @@ def _cells(notebook: Path) -> list[dict[str, Any]]:
         raise ValueError(f"{notebook} is not a notebook (nbformat 4): {type(e).__name__}: {e}") from e
 
 
+def _run_cells(tags: Sequence[Sequence[str]], parameters: Mapping[str, Any]) -> int:
+    "How many cells a run executes, by the tags of all: one that stores its rows ends where the page begins to read everybody's (tag `result`)."
+    ends = [n for n, of in enumerate(tags) if "result" in of] if parameters.get("store") is True else []
+    return min(ends, default=len(tags))
+
+
 def _identity(notebook: Path, parameters: Mapping[str, Any]) -> str:
-    "Hash of the notebook's code and the parameters: what a kept output must agree with."
+    "Hash of the code that is run and of the parameters: what a kept output must agree with."
     cells = _cells(notebook)
+    cells = cells[: _run_cells([c["tags"] for c in cells], parameters)]
     code = ["".join(c["source"]) for c in cells if c["cell_type"] == "code"]
     return hashlib.sha256(json.dumps([code, dict(parameters)], sort_keys=True).encode()).hexdigest()[:16]
 
@@ -360,7 +367,7 @@ def run(
     progress: bool = True,  # stream the notebook's output and a progress bar to the terminal
     timeout: float | None = None,  # seconds
 ) -> Run:  # status "kept" if the same code has been run with the same parameters, "stored" if the notebook found its rows stored
-    """Execute a notebook into `out`, whole or not at all.
+    """Execute a notebook into `out`, whole or not at all; with `store` true, the part of an experiment that makes the rows of this run.
 
     The output is written as NAME.part.ipynb and renamed when every cell has run. A run whose notebook code and parameters equal those of
     the stored output is kept, not repeated (changes of the library are not seen: `force`); one that another process is at is waited for.
@@ -394,9 +401,12 @@ def _execute(plan: Plan, progress: bool) -> int:
 
     part, failed, status = plan.beside(".part"), plan.beside(".failed"), 0
     streams = {"stdout_file": sys.stdout, "stderr_file": sys.stderr} if progress else {}
+    nb = nbformat.read(plan.source, as_version=4)
+    nb.cells = nb.cells[: _run_cells([c.metadata.get("tags", []) for c in nb.cells], plan.parameters)]
+    nbformat.write(nb, part)
     try:
         pm.execute_notebook(
-            str(plan.source), str(part), parameters=plan.parameters or None, kernel_name=KERNEL,
+            str(part), str(part), parameters=plan.parameters or None, kernel_name=KERNEL,
             cwd=str(plan.source.parent), progress_bar=progress, **streams,
         )  # fmt: skip
     except pm.PapermillExecutionError as e:

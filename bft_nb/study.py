@@ -17,7 +17,7 @@ from bft_nb.core import check_option
 from bft_nb.report import choose, load_rows, over_seeds
 from bft_nb.results import canonical, load_history
 
-__all__ = ["ARMS", "BACKBONE_OPTIONS", "BUDGET", "DATASETS", "EQUAL", "HISTORIES", "cell", "epochs", "history_strata", "metrics", "study_rows", "tuned", "tuned_on", "tuning"]
+__all__ = ["ARMS", "BACKBONE_OPTIONS", "BUDGET", "DATASETS", "EQUAL", "HISTORIES", "cell", "epochs", "history_strata", "metrics", "rarest_minus_popular", "study_rows", "tuned", "tuned_on", "tuning"]
 
 DATASETS = ("beauty", "sports", "toys", "instruments", "yelp", "ml1m")
 ARMS: dict[str, dict[str, Any]] = {  # the kinds of layer: options of the filtering layer, none for the plain one
@@ -111,6 +111,12 @@ def cell(
 def metrics(rows: pd.DataFrame, split: str = "test") -> pd.DataFrame:
     "Mean and spread over seeds of each metric of a cell (index metric; columns mean, sd, seeds, n)."
     return over_seeds(choose(rows, split=split), ["dataset"]).droplevel(0)
+
+
+def rarest_minus_popular(rows: pd.DataFrame, quantity: str) -> pd.Series:
+    "Of a quantity that training left at the positions of each quarter of the items (`tau`, `gain.layer1`, …): that of the rarest minus that of the most popular, by seed."
+    rare, popular = (choose(rows, split="train", metric=f"{quantity}.q{q}").set_index("seed")["value"] for q in (0, 3))
+    return (rare - popular).sort_index()
 
 
 def history_strata(path: Path, edges: tuple[int, ...] = HISTORIES) -> np.ndarray:

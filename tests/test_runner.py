@@ -9,8 +9,8 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from helpers import until
-from nbformat.v4 import new_code_cell, new_notebook
+from helpers import ROOT, until
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 from bft_nb import cli, runner
 
@@ -105,6 +105,30 @@ def test_a_run_whose_rows_are_stored_has_nothing_to_do(notebook, out, capsys):
     (output,) = left(out)  # an answer like others: not asked for again
     assert output.name == "little-dataset=known.ipynb"
     assert bft(notebook, "-p", "dataset", "known", "--out", out) == 0 and capsys.readouterr().out.startswith("kept: ")
+
+
+def test_a_run_that_stores_its_rows_ends_where_all_rows_are_read(tmp_path, out):
+    kernel = {"kernelspec": {"name": "python3", "display_name": "python3", "language": "python"}}
+    body = [
+        new_code_cell("store = False\nseed = 0", metadata={"tags": ["parameters"]}), new_code_cell("seed + 1"),
+        new_markdown_cell("## The study", metadata={"tags": ["result"]}), new_code_cell("seed + 2"),
+    ]  # fmt: skip
+    path = tmp_path / "study.ipynb"
+    nbformat.write(new_notebook(cells=body, metadata=kernel), path)
+    ends = {store: result(runner.run(path, {"store": store, "seed": 5}, out=out, progress=False).output) for store in (True, False)}
+    assert ends == {True: "6", False: "7"}
+    body[-1].source = "seed + 3"  # what is read does not change what was made
+    nbformat.write(new_notebook(cells=body, metadata=kernel), path)
+    assert [runner.run(path, {"store": store, "seed": 5}, out=out, progress=False).status for store in (True, False)] == ["kept", "done"]
+
+
+def test_the_studies_say_where_they_begin_to_read():
+    for page in (ROOT / "nbs" / "experiments").glob("*.ipynb"):
+        cells = nbformat.read(page, 4).cells
+        stores = [n for n, c in enumerate(cells) if c.cell_type == "code" and "append_rows(" in c.source]
+        reads = [n for n, c in enumerate(cells) if "result" in c.metadata.get("tags", [])]
+        if stores and page.stem != "llama_init":  # whose chapter reads its rows
+            assert len(reads) == 1 and reads[0] > max(stores), page.stem
 
 
 def test_time_out_leaves_nothing(notebook, out):

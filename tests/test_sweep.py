@@ -133,6 +133,17 @@ def test_the_layers_of_the_study_share_data_seeds_and_budget(tmp_path):
     assert all(len(set(map(frozenset, layers.values()))) == 1 for layers in cells.values())
 
 
+def test_each_layer_is_tuned_on_the_same_grid(tmp_path):
+    planned = [p.parameters for p in sweep.plans(ROOT / "nbs" / "experiments" / "grids" / "tuning.yaml", tmp_path)]
+    grids = {}
+    for p in planned:
+        assert p["epochs"] == study.epochs(p["dataset"], p["backbone"]) and p["seed"] == 0 and p["dataset"] == study.tuned_on(p["dataset"], p["backbone"])
+        grids.setdefault((p["dataset"], p["backbone"]), {}).setdefault((p["bft"], p.get("options")), set()).add((p["dropout"], p["lr"]))
+    assert set(grids) == {(study.tuned_on(of, backbone), backbone) for of in study.DATASETS for backbone in ("sasrec", "bert4rec", "hstu")}
+    for (_, backbone), layers in grids.items():
+        assert len(layers) == (2 if backbone == "hstu" else 3) and len(set(map(frozenset, layers.values()))) == 1 and len(next(iter(layers.values()))) >= 2
+
+
 # ---- the loop, without processes -----------------------------------------------------------------------------------
 
 

@@ -116,6 +116,21 @@ for ax, where in zip(axes[0], shown):
 plt.show()
 
 # %% [markdown]
+# What each made of the filter: $\tau$ and the gains of both layers, rarest – most popular quarter, and the process noise.
+
+
+# %%
+def learnt(rows: pd.DataFrame) -> dict[str, str]:
+    "What training left of the filter."
+    mean = metrics(rows, "train")["mean"]
+    ends = {name: " – ".join(f"{mean[f'{name}.q{q}']:.2f}" for q in (0, 3)) for name in ("tau", "gain.layer1", "gain.layer2")}
+    return ends | {"Q": ", ".join(f"{mean[name]:.2f}" for name in ("q.layer1", "q.layer2") if name in mean)}
+
+
+# %%
+pd.DataFrame({(*where, options): learnt(rows) for where, of in found.items() for options, rows in of.items()}).T.rename_axis(["data", "backbone", "options"])
+
+# %% [markdown]
 # ## Norms in front or behind
 #
 # All models of the study are pre-norm: a branch reads $\operatorname{norm}(h)$ and adds to an $h$ that no norm touches, so $h$ grows over the layers and the share of one observation in it shrinks. In post-norm, as in the original transformer and BERT4Rec, a norm stands behind each sum: $h$ has a fixed length, and the filter's belief passes two norms a layer, each of which rescales its precision (21.3). A filter whose gain only stands in for a bound on that length would have less to do there.
@@ -139,6 +154,10 @@ def norm_line(where: tuple[str, str], arm: str) -> dict[str, str]:
 
 # %%
 pd.DataFrame({(*where, arm): norm_line(where, arm) for where in norms for arm in ARMS}).T.fillna("").rename_axis(["data", "backbone", "layer"])
+
+# %%
+filters = {(*where, name): cell(stored, *where, "filter", options=options) for where in norms for name, options in (("pre", None), ("post", POST))}
+pd.DataFrame({key: learnt(rows) for key, rows in filters.items() if len(rows)}).T.rename_axis(["data", "backbone", "norms"])
 
 # %% [markdown]
 # ## Reading

@@ -242,7 +242,7 @@ def keep(folder: Path) -> None:
 if store:
     keep(results_folder())
 
-# %% [markdown]
+# %% [markdown] tags=["result"]
 # ## The study
 #
 # What follows is read from the stored rows, whatever run this page was made by; where there are none, the figures show this run.

@@ -120,7 +120,7 @@ if store:
     save_ranks(ranks_path(path.parent / "ranks", run), ranks, popularity_strata(item_counts(split)).stratum[split.test.targets])
     append_rows(path, rows)
 
-# %% [markdown]
+# %% [markdown] tags=["result"]
 # ## The result
 #
 # From here on everything is read from `data/results`: test items, theirs and ours, and the difference in percent of theirs, paired by user. The rows are made by

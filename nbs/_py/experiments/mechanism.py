@@ -31,7 +31,7 @@ from bft_nb.core import check_option
 from bft_nb.figures import use_style
 from bft_nb.kriging import kriging_weights
 from bft_nb.report import STRATA, choose, compare, signed
-from bft_nb.study import DATASETS, cell, metrics, study_rows
+from bft_nb.study import DATASETS, cell, metrics, rarest_minus_popular, study_rows
 
 # %%
 use_style()
@@ -57,6 +57,35 @@ def by_quarter(quantity: str) -> pd.DataFrame:
 
 # %%
 pd.concat({name: by_quarter(name) for name in ("tau", "prior.layer2", "gain.layer1", "gain.layer2")}, axis=1).round(2)
+
+# %% [markdown]
+# How far seeds agree, where several are stored: $\tau$ and the gains of the rarest quarter minus those of the most popular one, mean and spread over seeds.
+
+
+# %%
+def by_seed(rows: pd.DataFrame) -> dict[str, str]:
+    "Rarest minus most popular, with its spread over seeds and how many are above zero."
+    found = {name: rarest_minus_popular(rows, name) for name in ("tau", "gain.layer1", "gain.layer2")}
+    return {"seeds": str(len(found["tau"])), **{name: f"{d.mean():+.3f} ± {d.std():.3f}, {(d > 0).sum()} above 0" for name, d in found.items()}}
+
+
+# %%
+pd.DataFrame({key: by_seed(rows) for key, rows in cells.items() if rows["seed"].nunique() > 1}).T
+
+# %% [markdown]
+# And how far it depends on the settings: the gain of layer 1, rarest – most popular quarter, at every learning rate and dropout at which Beauty's filter is stored (mean over seeds).
+
+
+# %%
+def at_settings(backbone: str, of: pd.DataFrame) -> str:
+    "The gain of layer 1 in the filter as derived."
+    rows = cell(stored, "beauty", backbone, "filter", dropout=of["dropout"].iloc[0], lr=of["lr"].iloc[0])
+    return " – ".join(f"{metrics(rows, 'train')['mean'][f'gain.layer1.q{q}']:.2f}" for q in (0, 3)) if len(rows) else ""
+
+
+# %%
+tried = choose(stored, dataset="beauty", bft=True, thin=1.0)
+pd.DataFrame({name: {at: at_settings(name, of) for at, of in choose(tried, model=name).groupby(["dropout", "lr"])} for name in backbones}).fillna("").rename_axis(["dropout", "lr"])
 
 # %%
 #| label: fig-mechanism

@@ -222,7 +222,7 @@ if store:
     save_ranks(ranks_path(path.parent / "ranks", run, "test"), ranks, np.where(unreliable_last, 0, 1))
     append_rows(path, rows + ceilings)
 
-# %% [markdown]
+# %% [markdown] tags=["result"]
 # ## The study
 #
 # From here on nothing of this run is used: everything is read from `data/results`. The worlds have 1,000 items in 50 clusters and 22 events per user. The seed draws the world and trains the model, so the two arms of one seed meet the same users, and users of different seeds live in different worlds. The rows are made, for `bft` true and false, by

@@ -172,7 +172,7 @@ if store:
             save_answers(ranks_path(path.parent / "answers", run, f"{part}-{name}"), [q.id for q in qs], texts, s.exact, s.f1)
     append_rows(path, rows)
 
-# %% [markdown]
+# %% [markdown] tags=["result"]
 # ## The study
 #
 # From here on nothing of this run is used: everything is read from `data/results`. All of it is made again by

@@ -16,7 +16,7 @@
 #
 # **What would refute it here**: an interval of the paired difference in NDCG@10 (filtering minus plain, same users) that includes zero or lies below it; a difference that is not larger for the rarest quarter of items; gain and $\tau$ that do not order with popularity.
 #
-# This page has two parts. The first runs *one* cell of the study, by default a small one on a synthetic world, offline and in seconds. The second reads *all* stored rows, and is the result; four more pages read the same rows with one question each: [cold start](cold_start.ipynb), [mechanism](mechanism.ipynb), [sparsity](sparsity.ipynb), [ablation](ablation.ipynb).
+# This page has two parts. The first runs *one* cell of the study, by default a small one on a synthetic world, offline and in seconds; a run that stores its rows (`store`) ends there. The second reads *all* stored rows, and is the result; four more pages read the same rows with one question each: [cold start](cold_start.ipynb), [mechanism](mechanism.ipynb), [sparsity](sparsity.ipynb), [ablation](ablation.ipynb).
 
 # %% tags=["parameters"]
 dataset = "synthetic"  # a name of the registry, chapter 30
@@ -258,7 +258,7 @@ if store:
         save_ranks(ranks_path(path.parent / "ranks", run, part), *measured[part][:2], split.test.histories.lengths, is_repeat(split.test))
     append_rows(path, rows)
 
-# %% [markdown]
+# %% [markdown] tags=["result"]
 # ## The study
 #
 # From here on nothing of this run is used: everything is read from `data/results`. All of it can be made again with

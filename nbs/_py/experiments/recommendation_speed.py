@@ -188,7 +188,7 @@ path = results_folder() / "recommendation_speed.csv"
 if store:
     append_rows(path, [row for run, new in found if not has_rows(path, run) for row in new])
 
-# %% [markdown]
+# %% [markdown] tags=["result"]
 # ## The result
 #
 # From here on nothing of this run is used: everything is read from `data/results`. It is made by

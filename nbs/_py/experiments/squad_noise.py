@@ -179,7 +179,7 @@ if store:
         save_answers(ranks_path(path.parent / "answers", run, part), [q.id for q in questions], said, found.exact, found.f1)
     append_rows(path, rows)
 
-# %% [markdown]
+# %% [markdown] tags=["result"]
 # ## The study
 #
 # From here on nothing of this run is used: everything is read from `data/results`. All of it is made again by
