@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from .core import check_finite, check_floating, check_option, check_positive, check_precision, wide_dtype
+from .core import check_finite, check_flag, check_floating, check_option, check_positive, check_precision, wide_dtype
 from .kriging import kriging_mean, kriging_variance, kriging_weights
 from .reml import observation_variance, scatter
 
@@ -139,7 +139,7 @@ class _BlockedMoments(torch.autograd.Function):
         return *grads, None, None, None, None
 
 # %% ../nbs/20_attention.ipynb #fbc7d7ce
-BLOCK = 64  # queries per block: 64 × 2048 weights of one head are half a megabyte, and stay in cache
+BLOCK = 64  # queries per block, of all sequences and heads at once: 64 × 2048 weights of one head are half a megabyte
 
 # %% ../nbs/20_attention.ipynb #7799b861
 def augmented(
@@ -224,13 +224,21 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, lam_bar: Tensor, mask: Tensor
         if mask.dim() != 4 or any(m not in (1, f) for m, f in zip(mask.shape, full, strict=True)) or mask.shape[-1] != full[-1]:
             raise ValueError(f"mask must broadcast to (b, h, t, j) = {full} and name every key, got shape {tuple(mask.shape)}")
 
+# %% ../nbs/20_attention.ipynb #e6a5a99e
+def _check_shift(shift: Tensor, v: Tensor) -> None:
+    "One shift for all keys: `ValueError` for another shape."
+    if shift.dim() > 4 or shift.dim() > 1 and shift.shape[-2] != 1 or any(s not in (1, n) for s, n in zip(reversed(shift.shape), (v.shape[3], 1, v.shape[1], v.shape[0]))):
+        raise ValueError(f"shift must be the same for all keys and broadcast to (b, h, 1, kv) = {(*v.shape[:2], 1, v.shape[3])}, got shape {tuple(shift.shape)}")
+
 # %% ../nbs/20_attention.ipynb #597db54c
-def _origin(v: Tensor, mask: Tensor | None) -> Tensor:
-    "The value of the first key that some query may see, (b, h, 1, k), without gradient: S and e do not depend on it."
-    if mask is None:
+def _origin(v: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
+    "The value of the first key that all queries may see which see any, (b, h, 1, k), without gradient: S and e do not depend on it. 0 if there is none."
+    if mask is None or not v.shape[-2]:
         return v[..., :1, :].detach()
-    first = mask.any(-2, keepdim=True).to(torch.uint8).argmax(-1, keepdim=True)
-    return v.detach().gather(-2, first.expand(*v.shape[:2], 1, v.shape[-1]))
+    sees = mask.tril() if is_causal and mask.shape[-2] > 1 else mask  # the first of the keys that one line shows is seen by all that see any
+    common = (sees | ~sees.any(-1, keepdim=True)).all(-2, keepdim=True) & sees.any(-2, keepdim=True)
+    first = common.to(torch.uint8).argmax(-1, keepdim=True)
+    return torch.where(common.any(-1, keepdim=True), v.detach().gather(-2, first.expand(*v.shape[:2], 1, v.shape[-1])), 0)
 
 # %% ../nbs/20_attention.ipynb #9b3e20e5
 def _split_mask(mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
@@ -249,16 +257,18 @@ def _without_evidence(m: Moments, seen: Bool[Tensor, "#b #h t"]) -> Moments:
     "Replace the moments of queries that see no key, without a gradient into what they could not see."
     row = seen.unsqueeze(-1)
     return Moments(
-        torch.where(row, m.e, 0), torch.where(row, m.scatter, 0), torch.where(seen, m.s2_0, NO_EVIDENCE), torch.where(seen, m.kappa, 1)
+        torch.where(row, m.e, 0), torch.where(row, m.scatter, 0), torch.where(seen, m.s2_0, 1), torch.where(seen, m.kappa, 1)
     )
 
 # %% ../nbs/20_attention.ipynb #8bf4130c
-def _blame(lam_bar: Tensor, kappa: Tensor, **inputs: Tensor | None) -> None:
+def _blame(lam_bar: Tensor, kappa: Tensor, s2_0: Tensor, **inputs: Tensor | None) -> None:
     "Raise `ValueError` naming the input that made an observation undefined."
     check_precision(lam_bar, "lam_bar")
+    check_finite(lam_bar.reciprocal(), "lam_bar must be large enough for a finite variance, but its reciprocal overflows: the variance")
     for name, x in inputs.items():
         if x is not None: check_finite(x, name)
     check_finite(kappa, "q and k must be small enough for finite logits, but their products overflow: the effective sample size")
+    check_finite(s2_0, "nu0 and 1/lam_bar must be small enough for finite products, but they overflow: the prior")
     raise ValueError("v must be small enough for finite squares, but they overflow")
 
 # %% ../nbs/20_attention.ipynb #6a462d8e
@@ -274,20 +284,23 @@ def observe(
     resolution: str = "diagonal",  # of S and λ_obs: "diagonal" (per value dimension) or "isotropic" (per head)
     weights: str = "reliability",  # reading of the weights, chapter 11: "reliability" or "precision"
     nu0: float = 1.0,  # ν₀, degrees of freedom of the prior, > 0
-    shift: Tensor | None = None,  # constant near v, broadcasts to it: only rounding depends on it; None: the first visible key
-    impl: str = "blocked",  # a key of `IMPLEMENTATIONS`; torch.func transforms need "explicit"
+    shift: Float[Tensor, "..."] | None = None,  # constant near v, broadcasts to (b, h, 1, kv), [v]: only rounding depends on it; None: the value of a key that all queries see
+    impl: str = "blocked",  # a key of `IMPLEMENTATIONS`; the derivatives of torch.func need "explicit"
 ) -> Observation:  # in float32 or wider; the mean in v's dtype
     "Self-attention as kriging with a REML observation precision, (20.1) and chapter 11 [@bft2026]. Raises `ValueError` or `TypeError` on input that does not fit."
     check_options(resolution, weights, nu0, impl)
+    check_flag("is_causal", is_causal)
     if scale is not None:
         check_positive("scale", scale, zero=True)
     visible, bias = _split_mask(mask)
     _check_shapes(q, k, v, lam_bar, mask, is_causal)
+    if shift is not None:
+        _check_shift(shift, v)
     counts = visible_keys(visible, is_causal, q.shape[2], k.shape[2]).to(q.device)
     with torch.autocast(q.device.type, enabled=False):
         wide = wide_dtype(q, k, v, lam_bar)
         q, k, bias = q.to(wide) * (q.shape[-1] ** -0.5 if scale is None else scale), k.to(wide), None if bias is None else bias.to(wide)
-        origin = (_origin(v, visible) if shift is None else shift.detach()).to(wide)
+        origin = (_origin(v, visible, is_causal) if shift is None else shift.detach()).to(wide)
         moments = IMPLEMENTATIONS[impl](q, k, v.to(wide) - origin, lam_bar.to(wide)[:, None], visible, bias, is_causal, resolution == "diagonal")
         seen = counts > 0
         if visible is not None:  # else every query sees a key
@@ -298,5 +311,7 @@ def observe(
             variance = observation_variance(s, kappa.unsqueeze(-1), s2_0.unsqueeze(-1), nu0, keys)
             check_finite(variance, "variance")
         except ValueError:
-            _blame(lam_bar, kappa, q=q, k=k, v=v, mask=bias)
+            _blame(lam_bar, kappa, nu0 * s2_0, q=q, k=k, v=v, mask=bias)
+        if visible is not None:
+            variance = torch.where(seen.unsqueeze(-1), variance, NO_EVIDENCE)
         return Observation((e + origin).to(v.dtype), variance.reciprocal(), seen / kappa)

@@ -9,6 +9,7 @@ __all__ = ['MIN_GROWTH', 'ACTIVATIONS', 'NORMS', 'propagate', 'predict', 'relu_s
 
 # %% ../nbs/13_dynamics.ipynb #b91cb63f
 from collections.abc import Callable, Hashable
+from copy import copy
 from functools import partial
 from math import pi, sqrt
 
@@ -44,11 +45,13 @@ def predict(
 ) -> Belief:  # h'' in the dtype of h', λ'' in float32 or wider
     """One step of the dynamics: h'' = h' + f(h') and the precision by (13.2) [@bft2026].
 
-    `ValueError` if `delta` does not have the shape of the mean."""
+    `ValueError` if `delta` does not have the shape of the mean, or the precision would not have it."""
     if delta.shape != belief.mean.shape:
         raise ValueError(f"delta must have the shape of the mean, {tuple(belief.mean.shape)}, got {tuple(delta.shape)}")
-    moved = at_least_float32(belief.mean) + at_least_float32(delta)
-    return Belief(moved.to(belief.mean.dtype), propagate(belief.precision, jac, q))
+    moved, precision = at_least_float32(belief.mean) + at_least_float32(delta), propagate(belief.precision, jac, q)
+    if precision.shape != moved.shape:
+        raise ValueError(f"precision, jac and q must broadcast to the shape of the mean, {tuple(moved.shape)}, got {tuple(precision.shape)}")
+    return Belief(moved.to(belief.mean.dtype), precision)
 
 # %% ../nbs/13_dynamics.ipynb #34c1eb81
 def relu_slope(
@@ -69,7 +72,7 @@ def gelu_tanh_slope(
     a: Float[Tensor, "..."],  # pre-activation, no unit
 ) -> Float[Tensor, "..."]:  # (1 + t)/2 + a (1 − t²) u'/2
     "Derivative of the tanh approximation of GELU [@hendrycks2016]."
-    c, cubic = sqrt(2 / pi), 0.044715
+    c, cubic, a = sqrt(2 / pi), 0.044715, a.clamp(-20, 20)  # beyond, it is 0 or 1, and the cube would overflow in float16
     t = torch.tanh(c * (a + cubic * a**3))
     return 0.5 * (1 + t) + 0.5 * a * (1 - t.square()) * c * (1 + 3 * cubic * a.square())
 
@@ -100,9 +103,12 @@ def _known_name(activation: Callable[[Tensor], Tensor]) -> str | None:
 def activation_and_slope(
     activation: str | Callable[[Tensor], Tensor],  # a key of `ACTIVATIONS`, or an elementwise function or module
 ) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:  # φ and φ'
-    "The activation and its derivative: (13.3) where known, else by `torch.func.jvp`. `ValueError` for an unknown name."
+    "The activation and its derivative: (13.3) where known, else by `torch.func.jvp`. A module that works in place is given back as one that does not. `ValueError` for an unknown name."
     name = activation if isinstance(activation, str) else _known_name(activation)
     if name is None and callable(activation):
+        if getattr(activation, "inplace", False):
+            activation = copy(activation)
+            vars(activation)["inplace"] = False
         return activation, lambda a: torch.func.jvp(activation, (a,), (torch.ones_like(a),))[1]
     if name not in ACTIVATIONS:
         raise ValueError(f"activation must be a callable or one of {sorted(ACTIVATIONS)}, got {activation!r}")
@@ -217,7 +223,7 @@ def fixed_point(
     jac: Float[Tensor, "..."],  # J, no unit
     q: Float[Tensor, "..."],  # process noise Q ≥ 0, [h²]
 ) -> Float[Tensor, "..."]:  # λ*, [h⁻²]; infinite where Q = 0 and |1 + J| ≤ 1
-    "The one positive fixed point (13.8) of observe, update, predict with constant inputs: a scalar Riccati equation [@anderson1979]. `ValueError` unless λ_obs is positive and finite and Q ≥ 0."
+    "The one positive fixed point (13.8) of observe, update, predict with constant inputs: a scalar Riccati equation [@anderson1979]. `ValueError`, on a CPU, unless λ_obs is positive and finite and Q ≥ 0."
     lam_obs, q = at_least_float32(lam_obs), at_least_float32(q)
     check_precision(lam_obs, "lam_obs")
     check_not_negative(q, "process noise")

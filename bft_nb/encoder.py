@@ -119,7 +119,8 @@ def _attention_mask(mask: Tensor | None, padding: Tensor | None, b: int, t: int,
         masks.append(padding[:, None, None, :])
     if all(m.dtype == torch.bool for m in masks):
         return ~torch.stack(torch.broadcast_tensors(*masks)).any(0) if len(masks) == 2 else ~masks[0] if masks else None
-    return sum(torch.zeros(m.shape, device=m.device).masked_fill(m, -torch.inf) if m.dtype == torch.bool else m for m in masks)
+    hides = (m if m.dtype == torch.bool else m <= torch.finfo(m.dtype).min for m in masks)  # the least number of a dtype is none in a wider one
+    return sum((torch.zeros(m.shape, device=m.device) if m.dtype == torch.bool else m).masked_fill(hidden, -torch.inf) for m, hidden in zip(masks, hides))
 
 # %% ../nbs/22_encoder.ipynb #bdc315bc
 def _heads(
@@ -195,7 +196,7 @@ def _observe_branch(layer: nn.TransformerEncoderLayer, belief: Belief, mask: Ten
 def _predict_branch(layer: nn.TransformerEncoderLayer, belief: Belief, carry: bool) -> Belief:
     "The prediction; with `carry=False`, where nobody reads it, the precision stays as it was."
     a, jac = layer.linear1(layer.norm2(belief.mean) if layer.norm_first else belief.mean), torch.zeros(())
-    if carry and layer.jacobian != "none":  # before the activation, which may overwrite a
+    if carry and layer.jacobian != "none":
         with torch.set_grad_enabled(torch.is_grad_enabled() and layer.jacobian == "full"):
             jac = _network_jacobian(layer, belief.mean, a)
     delta = layer.dropout2(layer.linear2(layer.dropout(layer.activation(a))))
@@ -207,8 +208,8 @@ def _check_sizes(d_model: int, nhead: int, dim_feedforward: int, dropout: float)
         check_count(name, size)
     if d_model % nhead:
         raise ValueError(f"d_model must be divisible by nhead, got {d_model} and {nhead}")
-    if not 0 <= dropout <= 1:
-        raise ValueError(f"dropout must lie in 0 … 1, got {dropout}")
+    if isinstance(dropout, bool) or not isinstance(dropout, int | float) or not 0 <= dropout <= 1:
+        raise ValueError(f"dropout must lie in 0 … 1, got {dropout!r}")
 
 # %% ../nbs/22_encoder.ipynb #226bf226
 class BFTEncoderLayer(nn.TransformerEncoderLayer):
@@ -242,8 +243,9 @@ class BFTEncoderLayer(nn.TransformerEncoderLayer):
         impl: str = "blocked",  # of `observe`
     ):
         _check_sizes(d_model, nhead, dim_feedforward, dropout)
-        check_flag("kriging", kriging)
-        check_flag("kalman", kalman)
+        for name, flag in (("batch_first", batch_first), ("norm_first", norm_first), ("bias", bias), ("kriging", kriging), ("kalman", kalman)):
+            check_flag(name, flag)
+        check_positive("layer_norm_eps", layer_norm_eps, zero=True)
         check_positive("process_noise", process_noise, zero=True)
         check_option("jacobian", jacobian, ("detached", "full", "none"))
         check_options(resolution, weights, nu0, impl)

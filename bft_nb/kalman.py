@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from .core import Belief, at_hand, at_least_float32, check_not_negative, check_precision
+from .core import Belief, at_hand, at_least_float32, check_finite, check_not_negative, check_precision
 
 # %% ../nbs/12_kalman.ipynb #92cd1076
 def gain(
@@ -31,8 +31,11 @@ def _check_update(prior: Belief, observation: Belief) -> None:
         raise ValueError(f"prior and observation must have one shape, means and precisions alike, got {sorted(shapes)}")
     check_not_negative(prior.precision, "prior precision")
     check_not_negative(observation.precision, "observation precision")
-    if at_hand(prior.precision) and bool(((prior.precision == 0) & (observation.precision == 0)).any()):
-        raise ValueError("prior and observation must not both have precision 0: nothing would be known")
+    if at_hand(prior.precision):
+        total = at_least_float32(prior.precision) + at_least_float32(observation.precision)
+        if total.numel() and not bool(total.amin() > 0):
+            raise ValueError("prior and observation must not both have precision 0: nothing would be known")
+        check_finite(total, "the sum of both precisions")
 
 # %% ../nbs/12_kalman.ipynb #95354c71
 def update(
@@ -41,7 +44,7 @@ def update(
 ) -> Belief:  # h' in the dtype of h, λ' in float32 or wider
     """The Kalman update (12.4) of a diagonal belief [@kalman1960; @bft2026].
 
-    `ValueError` if the four tensors do not have one shape or, on a CPU, if a precision is negative or NaN or both are zero."""
+    `ValueError` if the four tensors do not have one shape or, on a CPU, if a precision is negative, infinite or NaN or both are zero."""
     _check_update(prior, observation)
     lam, lam_obs = at_least_float32(prior.precision), at_least_float32(observation.precision)
     moved = at_least_float32(prior.mean) + gain(lam, lam_obs) * at_least_float32(observation.mean)

@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from .attention import Observation, observe
-from .core import Belief
+from .core import Belief, wide_dtype
 from .dynamics import norm_jacobian, predict, standardise
 from .kalman import gain, update
 
@@ -40,7 +40,8 @@ def project(
     if observation.precision.shape[-1] == 1:
         squared = squared.unflatten(1, (observation.mean.shape[1], -1)).sum(-1)
     variance = observation.precision.reciprocal().transpose(1, 2).flatten(2)
-    return Belief(mean, F.linear(variance, squared).clamp_min(LEAST_VARIANCE).reciprocal())
+    with torch.autocast(variance.device.type, enabled=False):  # in half precision `LEAST_VARIANCE` would be 0
+        return Belief(mean, F.linear(variance, squared).clamp_min(LEAST_VARIANCE).reciprocal())
 
 # %% ../nbs/21_layer.ipynb #116b1287
 class Step(NamedTuple):
@@ -67,6 +68,6 @@ def normalise(
 ) -> Belief:
     "A belief through a norm (21.3): precision divided by the squared diagonal of the Jacobian, which is taken to be at least `JACOBIAN_FLOOR`."
     kind = "rms" if isinstance(norm, nn.RMSNorm) else "layer"
-    eps = torch.finfo(belief.mean.dtype).eps if norm.eps is None else norm.eps
+    eps = torch.finfo(wide_dtype(belief.mean)).eps if norm.eps is None else norm.eps  # torch normalises half precision in float32
     jac = norm_jacobian(*standardise(belief.mean, kind, eps), norm.weight, kind)
     return Belief(norm(belief.mean), belief.precision / jac.square().clamp_min(JACOBIAN_FLOOR))

@@ -21,8 +21,11 @@ def scatter(
     """The weighted scatter $S = \\sum_j w_j v_j^2 - (\\sum_j w_j v_j)^2$, the expanded square (11.1) [@bft2026].
 
     The shift leaves $S$ as it is and keeps the difference from cancelling; rounding below zero is cut off at zero.
+    Raises `ValueError` for a shift that differs from key to key.
     """
     shift = v[..., :1, :] if shift is None else shift
+    if shift.dim() < 2 or shift.shape[-2] != 1:
+        raise ValueError(f"shift must be the same for all keys, of shape (…, 1, k), got {tuple(shift.shape)}")
     wide = wide_dtype(w, v)
     w, v = w.to(wide), v.to(wide) - shift.detach().to(wide)
     return (w @ v.square() - (w @ v).square()).clamp_min(0)
@@ -40,7 +43,7 @@ def reml_variance(
 ) -> Float[Tensor, "*shape"]:  # $s^2_{\text{REML}}$, variance of one value, [v²]
     """The unbiased (restricted maximum likelihood) variance $S/(1 - 1/n)$, equation (11.4) [@patterson1971].
 
-    Raises `ValueError` unless $n > 1$: one value has no scatter. `posterior_scale` has an answer there.
+    Raises `ValueError`, on a CPU, unless $n > 1$: one value has no scatter. `posterior_scale` has an answer there.
     """
     _check_at_least(n_eff, 1 + 1e-6, "n_eff must be above 1 (one value has no scatter)")
     return S / (1 - 1 / n_eff)
@@ -52,7 +55,7 @@ def reml_mean_variance(
 ) -> Float[Tensor, "*shape"]:  # Var $e$, [v²]
     """The REML variance $S/(T - 1)$ of the kriging mean under precision weights, equation (11.5) [@patterson1971].
 
-    Raises `ValueError` unless $T > 1$.
+    Raises `ValueError`, on a CPU, unless $T > 1$.
     """
     _check_at_least(keys, 1 + 1e-6, "keys must be above 1")
     return S / (keys - 1)
@@ -66,7 +69,7 @@ def posterior_scale(
 ) -> Float[Tensor, "*shape"]:  # $s^2_{\text{post}}$, [v²]
     """The scale $(\\nu_0 s_0^2 + n S)/(\\nu_0 + n - 1)$ of the posterior of σ², equation (11.7) [@gelman2013].
 
-    Raises `ValueError` for $n < 1$ (a query that sees no key has no posterior of this form) or $\\nu_0 \\le 0$.
+    Raises `ValueError` for $\\nu_0 \\le 0$ and, on a CPU, for $n < 1$ (a query that sees no key has no posterior of this form).
     """
     check_positive("nu0", nu0)
     _check_at_least(n_eff, 1 - 1e-3, "n_eff must be at least 1")
@@ -82,7 +85,7 @@ def observation_variance(
 ) -> Float[Tensor, "*shape"]:  # $1/\lambda_{\text{obs}}$, [v²]
     """The variance $\\kappa(\\nu_0 \\kappa s_0^2 + S)/(\\nu_0 \\kappa + 1 - \\kappa)$ of a kriging mean, equation (11.9), without a division at $\\nu_0 = 1$.
 
-    Raises `ValueError` for $\\kappa$ outside (0, 1], i.e. for weights that do not sum to one, for $\\nu_0 \\le 0$ or for fewer than one key.
+    Raises `ValueError` for $\\nu_0 \\le 0$ and, on a CPU, for $\\kappa$ outside (0, 1], i.e. for weights that do not sum to one, or for fewer than one key.
     """
     check_positive("nu0", nu0)
     bad = ~((kappa > 0) & (kappa <= 1 + 1e-3))

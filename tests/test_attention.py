@@ -259,3 +259,47 @@ def test_causal_needs_as_many_queries_as_keys():
         inspect.unwrap(observe)(q[:, :, :2], k, v, lam_bar, is_causal=True)
 
 
+@pytest.mark.parametrize("impl", ["explicit", "blocked"])
+def test_packed_texts_do_not_hear_of_each_other_through_rounding(impl):
+    q, k, v, lam_bar = draw(b=1, t=6, dtype=torch.float32)
+    text = torch.arange(6) // 3
+    mask = (text[:, None] == text)[None, None]
+    loud = v.clone()
+    loud[:, :, 0] = 1e6
+    before, after = (observe(q, k, x, lam_bar, mask=mask, is_causal=True, impl=impl) for x in (v, loud))
+    for x, y in zip(before, after): assert_close(x[:, :, 3:], y[:, :, 3:], rtol=0, atol=0)
+
+
+def test_a_key_that_only_the_future_could_name_is_no_origin():
+    q, k, v, lam_bar = draw(b=1, t=3, dtype=torch.float32)
+    mask = torch.tensor([[True, True, False], [True, False, True], [True, False, True]])[None, None]
+    loud = v.clone()
+    loud[:, :, 1] = 1e8  # named by query 0 alone, which may not see it
+    for x, y in zip(*(observe(q, k, x, lam_bar, mask=mask, is_causal=True) for x in (v, loud))): assert_close(x, y, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("shape", [(2, 2, 7, 4), (7, 4), (3,), (1, 2, 2, 1, 4)])
+def test_a_shift_that_is_not_one_for_all_keys_is_refused(shape):
+    bare = inspect.unwrap(observe)
+    with pytest.raises(ValueError, match=r"shift must be the same for all keys and broadcast to \(b, h, 1, kv\) = \(2, 2, 1, 4\), got shape"):
+        bare(*draw(), shift=torch.zeros(shape).double())
+
+
+def test_who_is_to_blame_and_what_is_not():
+    q, k, v, lam_bar = draw(dtype=torch.float32)
+    blind = torch.ones(1, 1, 7, 7, dtype=torch.bool)
+    blind[..., 2, :] = False
+    seen = observe(q, k, v, lam_bar, mask=blind, nu0=1e9)
+    assert torch.isfinite(seen.precision).all() and (seen.precision[:, :, 2] <= 1.001 / NO_EVIDENCE).all()
+    with pytest.raises(ValueError, match="lam_bar must be large enough"):
+        observe(q, k, v, torch.full((2, 7), 1e-39))
+    with pytest.raises(ValueError, match="nu0 and 1/lam_bar must be small enough"):
+        observe(q, k, v, torch.full((2, 7), 1e-30), nu0=1e20)
+    with pytest.raises(TypeError, match="is_causal must be True or False, got 'false'"):
+        inspect.unwrap(observe)(q, k, v, lam_bar, is_causal="false")
+
+
+def test_no_keys_and_no_queries():
+    q = torch.zeros(1, 1, 0, 2)
+    for mask in (None, torch.ones(1, 1, 1, 0, dtype=torch.bool)):
+        assert observe(q, q, q, torch.ones(1, 0), mask=mask).mean.shape == (1, 1, 0, 2)

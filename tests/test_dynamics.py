@@ -1,4 +1,6 @@
 "The dynamics: Jacobians against automatic differentiation, the precision recursion, the delta method against simulation."
+import inspect
+
 import jaxtyping
 import pytest
 import torch
@@ -248,3 +250,15 @@ def test_delta_method_against_simulation_and_where_it_breaks():
 
     assert ratio(0.05) == pytest.approx(1, abs=0.01)
     assert ratio(2.0) < 0.75  # the belief is four times wider than the distance to the kink
+
+
+@pytest.mark.parametrize("name", sorted(ACTIVATIONS))
+def test_slopes_are_flat_far_out_in_half_precision(name):
+    slope = ACTIVATIONS[name][1]
+    assert slope(torch.tensor([-300.0, 300.0]).half()).tolist() == [0.0, 1.0]
+
+
+def test_a_precision_of_another_shape_than_the_mean_is_refused():
+    belief = Belief(torch.zeros(3), torch.ones(3))
+    with pytest.raises(ValueError, match=r"must broadcast to the shape of the mean, \(3,\), got \(5, 3\)"):
+        inspect.unwrap(predict)(belief, torch.zeros(3), torch.zeros(5, 3), torch.zeros(()))

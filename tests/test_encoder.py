@@ -167,6 +167,62 @@ def test_activations_by_name_and_in_place(name):
     for other in rest: assert_close(first, other)
 
 
+IN_PLACE = [nn.SiLU, nn.ReLU, nn.Hardswish, nn.ELU, nn.Mish, lambda inplace: nn.LeakyReLU(0.1, inplace)]
+
+
+@pytest.mark.parametrize("make", IN_PLACE)
+@pytest.mark.parametrize("jacobian", ["detached", "full"])
+def test_an_activation_that_overwrites_its_input_is_applied_once(make, jacobian):
+    torch.manual_seed(0)
+    shape = SHAPE | dict(activation=make(inplace=False))
+    known = randomise(BFTEncoderLayer(**shape, jacobian=jacobian))
+    over = BFTEncoderLayer(**SHAPE | dict(activation=make(inplace=True)), jacobian=jacobian)
+    over.load_state_dict(known.state_dict())
+    x = tokens()
+    found = [layer(Belief(x, torch.full_like(x, 2.0))) for layer in (known, over)]
+    assert_close(*found)
+    grads = [torch.autograd.grad(out.mean.square().sum() + out.precision.sum(), [p for n, p in layer.named_parameters() if "linear" in n]) for out, layer in zip(found, (known, over))]
+    assert_close(*grads)
+    assert_close(over(x), known(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_does_not_round_the_precision_of_an_observation(dtype):
+    layer = randomise(BFTEncoderLayer(**SHAPE))
+    x = certain(tokens())
+    with torch.no_grad():
+        wide = layer.step(x).observation.precision
+        with torch.autocast("cpu", dtype):
+            step = layer.step(x)
+            assert step.observation.precision.dtype == torch.float32
+            assert_close(step.observation.precision, wide, rtol=0.1, atol=0)  # the means that it is taken from are rounded
+            layer.self_attn.out_proj.weight.zero_()
+            assert all(torch.isfinite(b.mean).all() and torch.isfinite(b.precision).all() for b in (layer.step(x).observation, layer(x)))
+
+
+def test_a_mask_in_half_precision_hides_beside_a_mask_of_padding():
+    _, bft = pair(layers=1, norm=False)
+    mask = torch.zeros(6, 6).half()
+    mask[0] = torch.finfo(torch.float16).min
+    for padding in (None, torch.zeros(3, 6, dtype=torch.bool)):
+        _, (step,) = bft(certain(tokens()), mask=mask, src_key_padding_mask=padding, with_intermediates=True)
+        assert (step.n_eff[:, :, 0] == 0).all() and (step.n_eff[:, :, 1:] > 1).all()
+
+
+@pytest.mark.parametrize(("name", "value", "error"), [("norm_first", "false", TypeError), ("batch_first", 1, TypeError), ("bias", None, TypeError), ("layer_norm_eps", -5.0, ValueError), ("dropout", True, ValueError)])
+def test_torchs_own_arguments_are_looked_at(name, value, error):
+    with pytest.raises(error, match=name):
+        BFTEncoderLayer(**SHAPE | {name: value})
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0])
+def test_rms_norm_without_a_constant_of_its_own_in_half_precision(scale):
+    norm, h = nn.RMSNorm(16, dtype=torch.bfloat16), scale * tokens(d=16)
+    found, wide = normalise(Belief(h.bfloat16(), torch.ones(3, 6, 16)), norm), normalise(Belief(h.bfloat16().float(), torch.ones(3, 6, 16)), nn.RMSNorm(16))
+    assert_close(found.mean.float(), wide.mean, rtol=1e-2, atol=1e-2)
+    assert_close(found.precision, wide.precision, rtol=1e-2, atol=0)
+
+
 def test_precision_stays_below_one_over_q():
     _, bft = pair(layers=6, norm=False, process_noise=0.5)
     for _, lam in (bft(Belief(tokens(), torch.full((3, 6, 12), p))) for p in (1e-6, 1.0, 1e6)):

@@ -109,3 +109,10 @@ def test_gradcheck():
 def test_shapes_must_agree():
     with pytest.raises(ValueError, match=r"got \[\(2,\), \(3,\)\]"):
         update(Belief(torch.ones(2), torch.ones(2)), Belief(torch.ones(3), torch.ones(3)))
+
+
+def test_an_infinite_precision_is_refused():
+    certain, known = (Belief(torch.zeros(1), torch.tensor([x])) for x in (torch.inf, 1.0))
+    for pair in ((known, certain), (certain, known)):
+        with pytest.raises(ValueError, match="the sum of both precisions must be finite, got inf"):
+            update(*pair)

@@ -227,3 +227,16 @@ def test_pykrige_with_a_pure_nugget_and_repeated_instruments():
     np.testing.assert_allclose(kriging_mean(w, torch.from_numpy(v)[:, None]).item(), want[0], rtol=1e-9)
     # the relevance here is 1 for each, not 1/3; and PyKrige predicts a new reading, whose own variance comes on top
     np.testing.assert_allclose(kriging_variance(w, lam_bar).item() / 3 + nugget, want_variance[0], rtol=1e-9)
+
+
+def test_half_precision_reliabilities_are_weighed_in_float32():
+    lam_bar = torch.tensor([1000.0, 1500, 700]).bfloat16()
+    torch.testing.assert_close(kriging_weights(torch.zeros(1, 3), lam_bar), kriging_weights(torch.zeros(1, 3), lam_bar.float()))
+
+
+def test_logits_that_nobody_sees_may_be_anything():
+    logits = torch.tensor([[torch.nan, torch.nan], [torch.inf, 0.0]], requires_grad=True)
+    w = kriging_weights(logits, torch.ones(2), torch.zeros(2, dtype=torch.bool))
+    assert (w == 0).all()
+    w.sum().backward()
+    assert (logits.grad == 0).all()

@@ -1,4 +1,6 @@
 "Scatter, REML variance and the posterior of σ²: properties, limits, coverage, and independent implementations."
+import inspect
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -266,3 +268,9 @@ def test_variance_of_the_mean_under_precision_weights(sharpness):
     estimate = reml_mean_variance(scatter(w, v), torch.full((1, 1), float(keys), dtype=torch.float64)).mean().item()
     np.testing.assert_allclose(estimate, 1.0, rtol=0.02)
     np.testing.assert_allclose(kriging_mean(w, v).var().item(), 1.0, rtol=0.03)
+
+
+def test_a_shift_of_each_key_is_refused():
+    v = torch.tensor([[1.0], [2.0], [4.0]])
+    with pytest.raises(ValueError, match=r"shift must be the same for all keys, of shape \(…, 1, k\), got \(3, 1\)"):
+        inspect.unwrap(scatter)(torch.full((1, 3), 1 / 3), v, v)

@@ -199,3 +199,18 @@ def test_bad_input_is_named(call, message, monkeypatch):
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # what a user meets: the library's own message
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_kappa_of_small_weights_in_half_precision():
+    torch.testing.assert_close(signed_kappa(torch.full((1, 4), 1e-4).half()).item(), 0.25, rtol=1e-2, atol=0)
+
+
+def test_the_variance_of_one_text_does_not_hear_of_another():
+    gen = torch.Generator().manual_seed(0)
+    a = torch.block_diag(*(torch.randn(3, 3, generator=gen) for _ in range(2)))
+    v = torch.randn(6, 2, generator=gen)
+    loud = v.clone()
+    loud[0] = 1e6
+    before, after = (sandwich_variance(a, torch.ones(6), x)[3:] for x in (v, loud))
+    torch.testing.assert_close(before, after, rtol=0, atol=0)
+    assert sandwich_variance(torch.zeros(0, 0), torch.ones(0), torch.zeros(0, 2)).shape == (0, 2)

@@ -68,6 +68,8 @@ precision * sd**2  # [1]
 # | `h` | attention heads | `k` | features of one head (queries, keys, values) |
 # | `t` | queries: tokens that look | `f` | hidden units of the feed-forward network |
 # | `j` | keys: tokens looked at | `v` | items of the vocabulary |
+# | `kv` | features of a value, where they may be others than a query's | `r` | variances of a head: one, or one a feature |
+# | `hk` | features of all heads, side by side | | |
 #
 # `*batch` stands for any number of leading axes, `*#batch` for axes that may broadcast (have length one or be missing), and `...` for any shape.
 # An annotation states the shape, and the comment behind it the meaning, the symbol and the unit:
@@ -114,7 +116,7 @@ isinstance(w, Float[Tensor, "b h t j"]), isinstance(w, Float[Tensor, "b t d"])
 # | $\alpha_{tj}$ | relevance: softmax of the logits | [1] | 10 | common |
 # | $\bar\lambda_j$ | reliability of key $j$: its precision averaged over features | [h⁻²] | 10 | [P] |
 # | $w_{tj}$, $w_j$ | kriging weight, $\propto \alpha_{tj}\bar\lambda_j$ | [1] | 10 | [P] |
-# | $T$ | number of keys a query may see | [1] | 10 | common |
+# | $T$ | number of keys a query may see; in 20 also the length of a sequence | [1] | 10 | common |
 # | $v_j$ | value of key $j$ | [v] | 10 | common |
 # | $\mu$ | what the values have in common, their expectation | [v] | 10 | common |
 # | $p_j$ | $\alpha_j\bar\lambda_j$, precision of key $j$ up to a common factor | [h⁻²] | 10 | [D] |

@@ -123,7 +123,7 @@ def kriging_weights(
 ) -> Float[Tensor, "*batch t j"]:  # $w$, float32 or wider, rows sum to one, [1]
     """The kriging weights $w = \\mathrm{softmax}(\\ell + \\log \\bar\\lambda)$, equation (10.2) [@bft2026].
 
-    A query that sees no key gets weights of zero. Raises `ValueError` for a reliability that is not positive and finite or for shapes
+    A query whose keys are all masked gets weights of zero, whatever its logits; one whose logits are all $-\\infty$ without a mask has none (NaN). Raises `ValueError` for a reliability that is not positive and finite or for shapes
     that do not fit, and `TypeError` for a mask that is not boolean.
     """
     check_precision(lam_bar, "lam_bar")
@@ -131,12 +131,12 @@ def kriging_weights(
         raise ValueError(f"lam_bar needs one entry per key, got {tuple(lam_bar.shape)} for logits of shape {tuple(logits.shape)}")
     if any(m not in (1, n) for m, n in zip(reversed(lam_bar.shape[:-1]), reversed(logits.shape[:-2]), strict=False)):
         raise ValueError(f"lam_bar of shape {tuple(lam_bar.shape)} does not broadcast to logits of shape {tuple(logits.shape)}")
-    scores = at_least_float32(logits) + lam_bar.log().unsqueeze(-2)
+    scores = at_least_float32(logits) + at_least_float32(lam_bar).log().unsqueeze(-2)
     if mask is None:
         return scores.softmax(-1)
     _check_mask(mask, scores)
     seen = mask.any(-1, keepdim=True)
-    return scores.masked_fill(~mask & seen, float("-inf")).softmax(-1) * seen
+    return scores.masked_fill(~mask & seen, float("-inf")).masked_fill(~seen, 0).softmax(-1) * seen
 
 
 # %%

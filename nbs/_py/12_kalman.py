@@ -25,7 +25,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from bft_nb.core import Belief, at_hand, at_least_float32, check_not_negative, check_precision
+from bft_nb.core import Belief, at_hand, at_least_float32, check_finite, check_not_negative, check_precision
 
 # %%
 import matplotlib.pyplot as plt
@@ -86,7 +86,7 @@ error_variance
 prove(K_min - lam_obs / (lam + lam_obs))
 
 # %%
-sp.diff(error_variance, K, 2).is_positive
+assert sp.diff(error_variance, K, 2).is_positive
 
 # %% [markdown]
 # ## The gain, second route: the product of two Gaussians
@@ -210,8 +210,11 @@ def _check_update(prior: Belief, observation: Belief) -> None:
         raise ValueError(f"prior and observation must have one shape, means and precisions alike, got {sorted(shapes)}")
     check_not_negative(prior.precision, "prior precision")
     check_not_negative(observation.precision, "observation precision")
-    if at_hand(prior.precision) and bool(((prior.precision == 0) & (observation.precision == 0)).any()):
-        raise ValueError("prior and observation must not both have precision 0: nothing would be known")
+    if at_hand(prior.precision):
+        total = at_least_float32(prior.precision) + at_least_float32(observation.precision)
+        if total.numel() and not bool(total.amin() > 0):
+            raise ValueError("prior and observation must not both have precision 0: nothing would be known")
+        check_finite(total, "the sum of both precisions")
 
 
 # %%
@@ -222,7 +225,7 @@ def update(
 ) -> Belief:  # h' in the dtype of h, λ' in float32 or wider
     """The Kalman update (12.4) of a diagonal belief [@kalman1960; @bft2026].
 
-    `ValueError` if the four tensors do not have one shape or, on a CPU, if a precision is negative or NaN or both are zero."""
+    `ValueError` if the four tensors do not have one shape or, on a CPU, if a precision is negative, infinite or NaN or both are zero."""
     _check_update(prior, observation)
     lam, lam_obs = at_least_float32(prior.precision), at_least_float32(observation.precision)
     moved = at_least_float32(prior.mean) + gain(lam, lam_obs) * at_least_float32(observation.mean)

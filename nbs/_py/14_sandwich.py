@@ -147,6 +147,7 @@ def signed_kappa(
     b: Float[Tensor, "*batch t j"],  # weights of any sign
 ) -> Float[Tensor, "*batch t 1"]:  # κ in (0, 1]
     "κ = min(1, Σ b²/(Σ b)²), one over Kish's effective sample size, at most 1; 1 where all weights are zero."
+    b = at_least_float32(b)
     squares, total = b.square().sum(-1, keepdim=True), b.sum(-1, keepdim=True).square()
     largest = torch.maximum(squares, total)
     return torch.where(largest > 0, squares / torch.where(largest > 0, largest, 1.0), 1.0)
@@ -202,9 +203,13 @@ def _check_values(a: Tensor, v: Tensor) -> None:
 # %%
 #| exports
 def _first_heard(b: Tensor, v: Tensor) -> Tensor:
-    "The value of the first key that has a weight in some query, (*batch, 1, k), without gradient."
-    first = (b != 0).any(-2, keepdim=True).to(torch.uint8).argmax(-1, keepdim=True)
-    return v.detach().gather(-2, first.expand(*v.shape[:-2], 1, v.shape[-1]))
+    "The value of the first key with a weight in every query that has any, (*batch, 1, k), without gradient; 0 if there is none."
+    if not v.shape[-2]:
+        return v.new_zeros(())
+    heard = b != 0
+    common = (heard | ~heard.any(-1, keepdim=True)).all(-2, keepdim=True) & heard.any(-2, keepdim=True)
+    first = common.to(torch.uint8).argmax(-1, keepdim=True)
+    return torch.where(common.any(-1, keepdim=True), v.detach().gather(-2, first.expand(*v.shape[:-2], 1, v.shape[-1])), 0)
 
 
 # %%

@@ -28,7 +28,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from bft_nb.core import check_finite, check_floating, check_option, check_positive, check_precision, wide_dtype
+from bft_nb.core import check_finite, check_flag, check_floating, check_option, check_positive, check_precision, wide_dtype
 from bft_nb.kriging import kriging_mean, kriging_variance, kriging_weights
 from bft_nb.reml import observation_variance, scatter
 
@@ -262,7 +262,7 @@ class _BlockedMoments(torch.autograd.Function):
 
 # %%
 #| exports
-BLOCK = 64  # queries per block: 64 × 2048 weights of one head are half a megabyte, and stay in cache
+BLOCK = 64  # queries per block, of all sequences and heads at once: 64 × 2048 weights of one head are half a megabyte
 
 
 # %% [markdown]
@@ -374,17 +374,27 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, lam_bar: Tensor, mask: Tensor
             raise ValueError(f"mask must broadcast to (b, h, t, j) = {full} and name every key, got shape {tuple(mask.shape)}")
 
 
+# %%
+#| exports
+def _check_shift(shift: Tensor, v: Tensor) -> None:
+    "One shift for all keys: `ValueError` for another shape."
+    if shift.dim() > 4 or shift.dim() > 1 and shift.shape[-2] != 1 or any(s not in (1, n) for s, n in zip(reversed(shift.shape), (v.shape[3], 1, v.shape[1], v.shape[0]))):
+        raise ValueError(f"shift must be the same for all keys and broadcast to (b, h, 1, kv) = {(*v.shape[:2], 1, v.shape[3])}, got shape {tuple(shift.shape)}")
+
+
 # %% [markdown]
-# $S = \sum w v^2 - e^2$ subtracts two numbers that may both be large (chapter 11): the values are therefore shifted towards the origin first, and the mean is shifted back. The shift must be the same for all queries, or $S$ would no longer be one matrix product, and no query may learn from it about keys it cannot see, not even through rounding. A layer knows a good constant (chapter 22); without one, the first key that may be seen at all serves.
+# $S = \sum w v^2 - e^2$ subtracts two numbers that may both be large (chapter 11): the values are therefore shifted towards the origin first, and the mean is shifted back. The shift must be the same for all queries, or $S$ would no longer be one matrix product, and no query may learn from it about keys it cannot see, not even through rounding. A layer knows a good constant (chapter 22); without one, the first key serves that is visible to every query that sees any, and where there is none, as in a batch that packs several texts into one row, nothing is shifted.
 
 # %%
 #| exports
-def _origin(v: Tensor, mask: Tensor | None) -> Tensor:
-    "The value of the first key that some query may see, (b, h, 1, k), without gradient: S and e do not depend on it."
-    if mask is None:
+def _origin(v: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
+    "The value of the first key that all queries may see which see any, (b, h, 1, k), without gradient: S and e do not depend on it. 0 if there is none."
+    if mask is None or not v.shape[-2]:
         return v[..., :1, :].detach()
-    first = mask.any(-2, keepdim=True).to(torch.uint8).argmax(-1, keepdim=True)
-    return v.detach().gather(-2, first.expand(*v.shape[:2], 1, v.shape[-1]))
+    sees = mask.tril() if is_causal and mask.shape[-2] > 1 else mask  # the first of the keys that one line shows is seen by all that see any
+    common = (sees | ~sees.any(-1, keepdim=True)).all(-2, keepdim=True) & sees.any(-2, keepdim=True)
+    first = common.to(torch.uint8).argmax(-1, keepdim=True)
+    return torch.where(common.any(-1, keepdim=True), v.detach().gather(-2, first.expand(*v.shape[:2], 1, v.shape[-1])), 0)
 
 
 # %% [markdown]
@@ -413,7 +423,7 @@ def _without_evidence(m: Moments, seen: Bool[Tensor, "#b #h t"]) -> Moments:
     "Replace the moments of queries that see no key, without a gradient into what they could not see."
     row = seen.unsqueeze(-1)
     return Moments(
-        torch.where(row, m.e, 0), torch.where(row, m.scatter, 0), torch.where(seen, m.s2_0, NO_EVIDENCE), torch.where(seen, m.kappa, 1)
+        torch.where(row, m.e, 0), torch.where(row, m.scatter, 0), torch.where(seen, m.s2_0, 1), torch.where(seen, m.kappa, 1)
     )
 
 
@@ -422,12 +432,14 @@ def _without_evidence(m: Moments, seen: Bool[Tensor, "#b #h t"]) -> Moments:
 
 # %%
 #| exports
-def _blame(lam_bar: Tensor, kappa: Tensor, **inputs: Tensor | None) -> None:
+def _blame(lam_bar: Tensor, kappa: Tensor, s2_0: Tensor, **inputs: Tensor | None) -> None:
     "Raise `ValueError` naming the input that made an observation undefined."
     check_precision(lam_bar, "lam_bar")
+    check_finite(lam_bar.reciprocal(), "lam_bar must be large enough for a finite variance, but its reciprocal overflows: the variance")
     for name, x in inputs.items():
         if x is not None: check_finite(x, name)
     check_finite(kappa, "q and k must be small enough for finite logits, but their products overflow: the effective sample size")
+    check_finite(s2_0, "nu0 and 1/lam_bar must be small enough for finite products, but they overflow: the prior")
     raise ValueError("v must be small enough for finite squares, but they overflow")
 
 
@@ -445,20 +457,23 @@ def observe(
     resolution: str = "diagonal",  # of S and λ_obs: "diagonal" (per value dimension) or "isotropic" (per head)
     weights: str = "reliability",  # reading of the weights, chapter 11: "reliability" or "precision"
     nu0: float = 1.0,  # ν₀, degrees of freedom of the prior, > 0
-    shift: Tensor | None = None,  # constant near v, broadcasts to it: only rounding depends on it; None: the first visible key
-    impl: str = "blocked",  # a key of `IMPLEMENTATIONS`; torch.func transforms need "explicit"
+    shift: Float[Tensor, "..."] | None = None,  # constant near v, broadcasts to (b, h, 1, kv), [v]: only rounding depends on it; None: the value of a key that all queries see
+    impl: str = "blocked",  # a key of `IMPLEMENTATIONS`; the derivatives of torch.func need "explicit"
 ) -> Observation:  # in float32 or wider; the mean in v's dtype
     "Self-attention as kriging with a REML observation precision, (20.1) and chapter 11 [@bft2026]. Raises `ValueError` or `TypeError` on input that does not fit."
     check_options(resolution, weights, nu0, impl)
+    check_flag("is_causal", is_causal)
     if scale is not None:
         check_positive("scale", scale, zero=True)
     visible, bias = _split_mask(mask)
     _check_shapes(q, k, v, lam_bar, mask, is_causal)
+    if shift is not None:
+        _check_shift(shift, v)
     counts = visible_keys(visible, is_causal, q.shape[2], k.shape[2]).to(q.device)
     with torch.autocast(q.device.type, enabled=False):
         wide = wide_dtype(q, k, v, lam_bar)
         q, k, bias = q.to(wide) * (q.shape[-1] ** -0.5 if scale is None else scale), k.to(wide), None if bias is None else bias.to(wide)
-        origin = (_origin(v, visible) if shift is None else shift.detach()).to(wide)
+        origin = (_origin(v, visible, is_causal) if shift is None else shift.detach()).to(wide)
         moments = IMPLEMENTATIONS[impl](q, k, v.to(wide) - origin, lam_bar.to(wide)[:, None], visible, bias, is_causal, resolution == "diagonal")
         seen = counts > 0
         if visible is not None:  # else every query sees a key
@@ -469,7 +484,9 @@ def observe(
             variance = observation_variance(s, kappa.unsqueeze(-1), s2_0.unsqueeze(-1), nu0, keys)
             check_finite(variance, "variance")
         except ValueError:
-            _blame(lam_bar, kappa, q=q, k=k, v=v, mask=bias)
+            _blame(lam_bar, kappa, nu0 * s2_0, q=q, k=k, v=v, mask=bias)
+        if visible is not None:
+            variance = torch.where(seen.unsqueeze(-1), variance, NO_EVIDENCE)
         return Observation((e + origin).to(v.dtype), variance.reciprocal(), seen / kappa)
 
 
@@ -576,9 +593,11 @@ plt.show()
 
 # %%
 q, k, v = (torch.randn(1, 1, 3, 2, generator=gen).requires_grad_() for _ in range(3))
-seen = observe(q, k, v, torch.ones(1, 3), mask=padded, is_causal=True)
+lam_bar = torch.ones(1, 3, requires_grad=True)
+seen = observe(q, k, v, lam_bar, mask=padded, is_causal=True)
 (seen.mean.sum() + seen.precision.sum()).backward()
-seen.n_eff[0, 0], bool(torch.isfinite(q.grad).all())
+assert all(x.grad.isfinite().all() for x in (q, k, v, lam_bar))
+seen.n_eff[0, 0]
 
 # %% [markdown]
 # **Bad input is refused by name:**
@@ -595,8 +614,8 @@ test_fail(lambda: observe(one, one, one, torch.ones(1, 3), resolution="full"), c
 #
 # - *Reliability is one number per token.* $\bar\lambda_j$ averages the precision over features **[P]**; a token that is sure of half its features and unsure of the rest looks like one that is half sure of all.
 # - *The reliability of $h_j$ stands for that of $v_j = W_V\,\mathrm{norm}(h_j)$.* The value projection mixes and rescales features. A wrong scale matters little where the scatter dominates the claim ($\kappa S$ against $\kappa^2 s_0^2$), and the learned initial precision can absorb it **[D]**.
-# - *A token is one of its own neighbours.* It sees itself, so its own precision comes back as part of the observation, and the update counts it twice: a token alone, with precision 7, observes itself with precision 7 and ends with 14, at a gain of one half. The paper's attention keeps the diagonal, as the transformer does **[P]**; to leave the diagonal out, pass a mask.
-# - *No dropout on the weights.* Dropping weights breaks $\sum_j w_{tj} = 1$, on which unbiasedness (chapter 10) rests: the layer of chapter 22 drops features of $e_t$ instead **[D]**.
+# - *A token is one of its own neighbours.* It sees itself, so its own precision comes back as part of the observation, and the update counts it twice: a token alone, with precision 7, observes itself with precision 7 and ends with 14, at a gain of one half. We keep the diagonal, as the transformer does **[D]**; to leave the diagonal out, pass a mask.
+# - *No dropout on the weights.* Dropping weights breaks $\sum_j w_{tj} = 1$, on which unbiasedness (chapter 10) rests: the layer of chapter 22 does without. What it drops are features of $e_t$, as torch's layer does too **[D]**.
 # - The blocked rung has no second derivative, and no rung gives a gradient to a floating-point mask; asking for either is an error.
 #
 # ## Summary
@@ -627,8 +646,11 @@ observe(ones, ones, ones, torch.full((1, 5), 3.0)).precision[0, 0, 0, 0]
 # Adding a constant to all logits of a query leaves the softmax, hence the loss, unchanged: the derivative along that direction is $\sum_j \partial L/\partial \ell_{tj} = 0$.
 
 # %%
-(x := torch.randn(4, requires_grad=True)).softmax(0).square().sum().backward()
-x.grad.sum().abs() < 1e-6
+q, k = (torch.randn(1, 1, 5, 3, generator=gen).requires_grad_() for _ in range(2))
+seen = observe(q, k, torch.randn(1, 1, 5, 2, generator=gen), torch.ones(1, 5))
+(seen.mean.square().sum() + seen.precision.sum()).backward()
+# the same step of all keys adds one number to all logits of a query
+torch.testing.assert_close(k.grad.sum(-2), torch.zeros(1, 1, 3), atol=1e-4, rtol=0)
 
 # %% [markdown]
 # </details>

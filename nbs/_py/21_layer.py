@@ -29,7 +29,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from bft_nb.attention import Observation, observe
-from bft_nb.core import Belief
+from bft_nb.core import Belief, wide_dtype
 from bft_nb.dynamics import norm_jacobian, predict, standardise
 from bft_nb.kalman import gain, update
 
@@ -108,7 +108,8 @@ def project(
     if observation.precision.shape[-1] == 1:
         squared = squared.unflatten(1, (observation.mean.shape[1], -1)).sum(-1)
     variance = observation.precision.reciprocal().transpose(1, 2).flatten(2)
-    return Belief(mean, F.linear(variance, squared).clamp_min(LEAST_VARIANCE).reciprocal())
+    with torch.autocast(variance.device.type, enabled=False):  # in half precision `LEAST_VARIANCE` would be 0
+        return Belief(mean, F.linear(variance, squared).clamp_min(LEAST_VARIANCE).reciprocal())
 
 
 # %% [markdown]
@@ -144,7 +145,7 @@ update(certain(torch.zeros(1, 1, 2)), closed).mean
 # ```python
 # observation = project(observe(q, k, v, reliability(belief)), W_O)   # attention observes
 # belief      = update(belief, observation)                          # the residual updates
-# belief      = predict(belief, ffn(belief.mean), jacobian, q)       # the feed-forward network predicts
+# belief      = predict(belief, ffn(belief.mean), jacobian, Q)       # the feed-forward network predicts
 # ```
 #
 # To study a layer one wants to see what happened inside:
@@ -200,7 +201,7 @@ plt.show()
 Step(prior, observation, seen.n_eff, posterior, predicted).gain[0, :, 0]
 
 # %% [markdown]
-# These are the gains of the four tokens. The badly known one has the largest: it believes what it sees. The fourth has the gain of a token that is alone, one half: what it attends to is itself, with its own precision. And to the tokens that look at it, it is worth a tenth of another token.
+# These are the gains of the four tokens. The badly known third one has the largest: it believes what it sees, and to the tokens that look at it, it is worth a tenth of another. The fourth has the gain of a token that is alone, one half: what it attends to is itself, with its own precision.
 #
 # Does a *rare item* behave like the third token? This arithmetic does not say: the answer depends on which initial precision the item has learned. The paper reports the opposite, higher initial precision and lower gain for rare items **[P]**. Which of the two holds is a question for the experiments.
 #
@@ -224,7 +225,7 @@ def normalise(
 ) -> Belief:
     "A belief through a norm (21.3): precision divided by the squared diagonal of the Jacobian, which is taken to be at least `JACOBIAN_FLOOR`."
     kind = "rms" if isinstance(norm, nn.RMSNorm) else "layer"
-    eps = torch.finfo(belief.mean.dtype).eps if norm.eps is None else norm.eps
+    eps = torch.finfo(wide_dtype(belief.mean)).eps if norm.eps is None else norm.eps  # torch normalises half precision in float32
     jac = norm_jacobian(*standardise(belief.mean, kind, eps), norm.weight, kind)
     return Belief(norm(belief.mean), belief.precision / jac.square().clamp_min(JACOBIAN_FLOOR))
 

@@ -180,7 +180,8 @@ def _attention_mask(mask: Tensor | None, padding: Tensor | None, b: int, t: int,
         masks.append(padding[:, None, None, :])
     if all(m.dtype == torch.bool for m in masks):
         return ~torch.stack(torch.broadcast_tensors(*masks)).any(0) if len(masks) == 2 else ~masks[0] if masks else None
-    return sum(torch.zeros(m.shape, device=m.device).masked_fill(m, -torch.inf) if m.dtype == torch.bool else m for m in masks)
+    hides = (m if m.dtype == torch.bool else m <= torch.finfo(m.dtype).min for m in masks)  # the least number of a dtype is none in a wider one
+    return sum((torch.zeros(m.shape, device=m.device) if m.dtype == torch.bool else m).masked_fill(hidden, -torch.inf) for m, hidden in zip(masks, hides))
 
 
 # %%
@@ -296,7 +297,7 @@ def _observe_branch(layer: nn.TransformerEncoderLayer, belief: Belief, mask: Ten
 def _predict_branch(layer: nn.TransformerEncoderLayer, belief: Belief, carry: bool) -> Belief:
     "The prediction; with `carry=False`, where nobody reads it, the precision stays as it was."
     a, jac = layer.linear1(layer.norm2(belief.mean) if layer.norm_first else belief.mean), torch.zeros(())
-    if carry and layer.jacobian != "none":  # before the activation, which may overwrite a
+    if carry and layer.jacobian != "none":
         with torch.set_grad_enabled(torch.is_grad_enabled() and layer.jacobian == "full"):
             jac = _network_jacobian(layer, belief.mean, a)
     delta = layer.dropout2(layer.linear2(layer.dropout(layer.activation(a))))
@@ -310,8 +311,8 @@ def _check_sizes(d_model: int, nhead: int, dim_feedforward: int, dropout: float)
         check_count(name, size)
     if d_model % nhead:
         raise ValueError(f"d_model must be divisible by nhead, got {d_model} and {nhead}")
-    if not 0 <= dropout <= 1:
-        raise ValueError(f"dropout must lie in 0 … 1, got {dropout}")
+    if isinstance(dropout, bool) or not isinstance(dropout, int | float) or not 0 <= dropout <= 1:
+        raise ValueError(f"dropout must lie in 0 … 1, got {dropout!r}")
 
 
 # %% [markdown]
@@ -352,8 +353,9 @@ class BFTEncoderLayer(nn.TransformerEncoderLayer):
         impl: str = "blocked",  # of `observe`
     ):
         _check_sizes(d_model, nhead, dim_feedforward, dropout)
-        check_flag("kriging", kriging)
-        check_flag("kalman", kalman)
+        for name, flag in (("batch_first", batch_first), ("norm_first", norm_first), ("bias", bias), ("kriging", kriging), ("kalman", kalman)):
+            check_flag(name, flag)
+        check_positive("layer_norm_eps", layer_norm_eps, zero=True)
         check_positive("process_noise", process_noise, zero=True)
         check_option("jacobian", jacobian, ("detached", "full", "none"))
         check_options(resolution, weights, nu0, impl)
@@ -492,7 +494,9 @@ with torch.no_grad():
 # All tokens listen to token 3 less: in the first layer the effective sample size, averaged over heads and tokens, falls by most of a key.
 
 # %%
-steps[0].n_eff.mean((1, 2))
+n_eff = steps[0].n_eff.mean((1, 2))
+assert n_eff[1] < n_eff[0] - 0.5
+n_eff
 
 # %% [markdown]
 # And token 3 listens to the others more (@fig-gain):
@@ -507,6 +511,7 @@ for row, role, label in ((0, "posterior", "all tokens alike"), (1, "baseline", "
 ax.set(xlabel="token", ylabel="gain K [1]", ylim=(0.85, 1.005), xticks=range(1, 6))
 ax.legend(loc="lower right")
 plt.show()
+assert steps[0].gain[1].mean(-1).argmax() == 2
 
 # %% [markdown]
 # The gain is high everywhere: averaging over four keys and a fresh $W_O$ with small entries leave little variance beside a prior variance of one.
@@ -528,11 +533,11 @@ test_fail(lambda: ItemPrecision(3, -1.0), contains="positive")
 # - The Jacobian is that of the network without dropout.
 # - With `kalman=False` the gain is off its optimum, and by Joseph's form (12.5) only $\lambda_{\text{obs}}$ would be left of the precision. The option changes the mean alone, so that an ablation changes one thing **[D]**; the `gain` of `Step` is then the gain that was not applied.
 # - `kriging=False` takes reliability out of attention altogether: the weights are plain, and the prior of $\lambda_{\text{obs}}$ (chapter 11) knows no reliability either. With `kalman=False` as well, this second change has no effect on the mean **[D]**.
-# - Dropout acts on $e$, not on the weights; a comparison with torch's layer must keep that difference in mind, and the recommendation experiment has a row for it.
+# - Torch's layer drops attention weights as well as features of $e$; this one drops features of $e$ alone. A comparison must keep that difference in mind, and the recommendation experiment has a row for it.
 #
 # ## Summary
 #
-# - `BFTEncoderLayer` is torch's layer plus a process noise; switched off, it computes what torch's layer computes, but for the place of dropout in training.
+# - `BFTEncoderLayer` is torch's layer plus a process noise; switched off, it computes what torch's layer computes, but for the dropout of attention weights in training, which it does without.
 # - `ItemPrecision`, `MLPPrecision` and `ConstantPrecision` say where precision starts.
 # - `with_intermediates=True` opens the filter: gain, effective sample size and precision per layer.
 #

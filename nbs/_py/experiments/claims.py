@@ -268,7 +268,7 @@ layer.pivot_table(index=["model", "length"], columns="metric", values="value")[[
 #
 # In HR@10, the paper's metric, the leads are SASRec's on Sports and Yelp (2 and 6 %), HSTU's on Instruments (1 %; its interval barely excludes zero, and that of its 2 % deficit on Sports in NDCG@10 barely touches it), and BERT4Rec's on Beauty (5 %), Yelp and MovieLens.
 #
-# Against torch's own layer the differences are larger, of both signs: SASRec is ahead in HR@10 on Beauty, Sports, Instruments and Yelp (2 to 13 %) and 4 % behind on MovieLens; BERT4Rec is behind on Sports and Instruments. Where the null differs from torch's layer too (SASRec on Instruments and Yelp, BERT4Rec on Sports and Yelp), half of the difference or all of it belongs to where dropout acts.
+# Against torch's own layer the differences are larger, of both signs: SASRec is ahead in HR@10 on Beauty, Sports, Instruments and Yelp (2 to 13 %) and 4 % behind on MovieLens; BERT4Rec is behind on Sports and Instruments. Where the null differs from torch's layer too (SASRec on Instruments and Yelp, BERT4Rec on Sports and Yelp), half of the difference or all of it belongs to the dropout of attention weights, which only torch's layer has.
 #
 # ### 2. The large numbers: none of them
 #
