@@ -78,13 +78,13 @@ def compare(
     metric: Callable[[Tensor], Tensor] = ndcg,  # value per user from ranks
     split: str = "test",
     folder: Path | None = None,
-    groups: Callable[[Path], np.ndarray] = load_strata,  # what to tell the users of a file apart by
+    groups: Callable[[Path], np.ndarray] | None = load_strata,  # what to tell the users of a file apart by; None: all alone, in a third of the time
     relative: bool = False,  # in percent of the baseline's mean of the group
     candidate_split: str | None = None,  # where the candidate's ranks are stored, if not under `split`
 ) -> dict[str, Estimate]:  # keys "all", and per group: "0" (rarest) … "3"
     "Candidate minus baseline, averaged over the seeds that both have, with a bootstrap interval over users (the same in both); `ValueError` if they share no seed."
-    a, b, strata = _paired(candidate, baseline, split, folder, groups, candidate_split)
-    return paired_bootstrap(a, b, metric, strata, relative=relative)
+    a, b, strata = _paired(candidate, baseline, split, folder, groups or load_strata, candidate_split)
+    return paired_bootstrap(a, b, metric, None if groups is None else strata, relative=relative)
 
 
 def contrast(

@@ -28,7 +28,7 @@ ARMS: dict[str, dict[str, Any]] = {  # the kinds of layer: options of the filter
 BACKBONE_OPTIONS: dict[str, dict[str, Any]] = {"bert4rec": {"mask_probability": 0.3, "last_probability": 0.5}}  # of every arm
 BUDGET = {"d": 64, "negatives": 512, "dtype": "float32"}  # and `epochs`
 SETTINGS = {"bft", "max_length", "batch_size", "thin", "split_hash", "dropout", "lr", "precision_lr", "epochs", *BUDGET}  # whatever else a run names is an option of its layers
-EQUAL = {"dropout": 0.5, "lr": 6e-3}  # what HSTU's plain layer chose on Beauty: its filter, which chose half the rate, is looked at with these, too
+EQUAL = {"dropout": 0.5, "lr": 6e-3}  # HSTU's layers often choose different rates, within noise: they are looked at with these, too
 HISTORIES = (4, 6, 10)  # a user's items: up to 4, up to 6, up to 10, more
 
 

@@ -61,6 +61,7 @@ def test_compare_is_paired_over_users_and_seeds(study):
     want = np.mean([values[True, s] - values[False, s] for s in (0, 1)])
     np.testing.assert_allclose(found["all"].mean, want, atol=1e-6)
     assert found["1"].mean == 0 and found["0"].low > 0 and found["0"].n == 100
+    assert report.compare(report.choose(rows, bft=True), report.choose(rows, bft=False), folder=folder, groups=None) == {"all": found["all"]}
     same = report.compare(report.choose(rows, bft=True), report.choose(rows, bft=True), hit_rate, folder=folder)
     assert (same["all"].low, same["all"].high) == (0, 0)
 

@@ -141,7 +141,7 @@ forest(by_user, labels)
 # %% [markdown]
 # ## The other backbones
 #
-# The same question in one line per cell: the gain at both ends of popularity and of history length, how far ends differ from all others, and the gain of all users. HSTU's null is its plain layer; its filter chose half the plain layer's learning rate, within noise ([the study](recommendation.ipynb)), so its cells appear a second time, both layers at .006.
+# The same question in one line per cell: the gain at both ends of popularity and of history length, how far ends differ from all others, and the gain of all users. HSTU's null is its plain layer; its layers often chose different learning rates, within noise ([the study](recommendation.ipynb)), so its cells appear a second time, both layers at .006.
 
 
 # %%

@@ -119,7 +119,7 @@ def without_tau(key: tuple[str, str]) -> dict[str, str]:
     "NDCG@10 as it is, and what exchanging and levelling τ costs."
     rows = cells[key]
     whole, level = (metrics(rows, part)["mean"]["ndcg@10"] for part in ("test", "levelled"))
-    shuffled = compare(rows, rows, candidate_split="shuffled", relative=True)["all"]
+    shuffled = compare(rows, rows, candidate_split="shuffled", groups=None, relative=True)["all"]
     return {"NDCG@10": f"{whole:.4f}", "shuffled [%]": signed(shuffled, 1), "levelled [%]": f"{100 * (level / whole - 1):+.1f}".replace("-", "−")}
 
 

@@ -67,7 +67,7 @@ levels.assign(**{"events an item": [round(per_item[share], 1) for _, share in le
 # The filter's gain in percent of the baseline's value, paired by user, with 95 % bootstrap intervals; and how many points more that is than with all events, the same users drawn for both, at seed 0, which all cells have. HSTU's layers chose different learning rates on the whole set (.003 the filter, .006 the plain layer), so they are compared at one rate, too. The figure draws the gain in NDCG@10:
 
 # %%
-gains = {metric.__name__: {key: compare(*pair, metric, relative=True)["all"] for key, pair in pairs.items()} for metric in (hit_rate, ndcg)}
+gains = {metric.__name__: {key: compare(*pair, metric, groups=None, relative=True)["all"] for key, pair in pairs.items()} for metric in (hit_rate, ndcg)}
 shown = pd.DataFrame({name: {key: signed(d, 1) for key, d in found.items()} for name, found in gains.items()}).rename(columns={"hit_rate": "HR@10 [%]", "ndcg": "NDCG@10 [%]"})
 
 
