@@ -1236,7 +1236,7 @@ PARTS = ("model.", "item_ids", "known.", "user_ids", "histories.")  # how the na
 
 # %%
 #| exports
-def plain(
+def plain_number(
     value: Any,
 ) -> Any:
     "A number of numpy or torch as Python's own; anything else as it is."
@@ -1245,7 +1245,7 @@ def plain(
 
 
 # %%
-plain(np.int64(3)), plain(torch.tensor(0.5)), plain("linear")
+plain_number(np.int64(3)), plain_number(torch.tensor(0.5)), plain_number("linear")
 
 
 # %%
@@ -1377,9 +1377,9 @@ def saved_model(
     weights = {n.removeprefix("model."): t for n, t in tensors.items() if n.startswith("model.")}
     for name, t in model.state_dict().items():
         if name not in weights or weights[name].shape != t.shape: raise ValueError(f"its settings ask for {name} of shape {tuple(t.shape)}, it holds {tuple(weights[name].shape) if name in weights else 'none'}")
-    check_tensors(weights, {name: (t.dtype, tuple(t.shape)) for name, t in model.state_dict().items()})
+    check_tensors({n: t for n, t in tensors.items() if n.startswith("model.")}, {f"model.{name}": (t.dtype, tuple(t.shape)) for name, t in model.state_dict().items()})
     for name, t in weights.items():
-        if t.is_floating_point(): check_finite(t, f"its {name}")
+        if t.is_floating_point(): check_finite(t, f"its model.{name}")
     model.load_state_dict(weights)
     return model
 
@@ -1412,8 +1412,9 @@ def saved_ids(
     "Own ids of a file, at least one; `ValueError` naming the tensor that does not fit, or the first id that is there twice."
     parts = {n: t for n, t in tensors.items() if n.startswith(name)}
     check_tensors(parts, {name: (torch.int64, (None,))} if name in parts else {f"{name}.utf8": (torch.uint8, (None,)), f"{name}.ends": (torch.int64, (None,))})
-    if name not in parts: check_ends(name, parts[f"{name}.ends"], len(parts[f"{name}.utf8"]))
-    ids = ids_array(ids_from_tensors(name, parts).tolist(), f"its {name}")
+    if name not in parts: check_ends(name, parts[f"{name}.ends"], parts[f"{name}.utf8"])
+    try: ids = ids_from_tensors(name, parts)
+    except UnicodeDecodeError as e: raise ValueError(f"its {name}.utf8 is no text in UTF-8: {e}") from e
     distinct, count = np.unique(ids, return_counts=True)
     if not len(ids): raise ValueError(f"its {name} are empty")
     if (count > 1).any(): raise ValueError(f"its {name} hold {distinct[count > 1][0].item()!r} twice")
@@ -1425,10 +1426,11 @@ def saved_ids(
 def check_ends(
     name: str,  # of the ids
     ends: Int[Tensor, " n"],  # where each id ends in the text
-    length: int,  # of the text
+    text: Int[Tensor, " bytes"],
 ) -> None:
-    "Raise `ValueError` unless the ids cover the whole text, one after the other."
-    if not len(ends) or int(ends[0]) < 0 or int(ends[-1]) != length or bool((ends[1:] < ends[:-1]).any()): raise ValueError(f"its {name}.ends must rise to {length}, the length of its {name}.utf8")
+    "Raise `ValueError` unless the ids cover the whole text, one after the other, and none has a null character."
+    if not len(ends) or int(ends[0]) < 0 or int(ends[-1]) != len(text) or bool((ends[1:] < ends[:-1]).any()): raise ValueError(f"its {name}.ends must rise to {len(text)}, the length of its {name}.utf8")
+    if len(text) and not int(text.min()): raise ValueError(f"its {name}.utf8 holds a null character")
 
 
 # %%
@@ -1461,7 +1463,7 @@ class Recommender:
             backbone=backbone, bft=bft, filter_seen=filter_seen, max_length=max_length, max_epochs=max_epochs, patience=patience, batch_size=batch_size,
             lr=lr, schedule=schedule, precision_lr=precision_lr, negatives=negatives, refit=refit, seed=seed, device=device,
         )  # fmt: skip
-        self.settings: dict[str, Any] = with_defaults({name: plain(value) for name, value in said.items()} | {"options": {name: plain(value) for name, value in options.items()}})
+        self.settings: dict[str, Any] = with_defaults({name: plain_number(value) for name, value in said.items()} | {"options": {name: plain_number(value) for name, value in options.items()}})
         check_arguments(self.settings)
         build(backbone, 1, model_arguments(self.settings))
         check_kept({name: value for name, value in self.settings.items() if name != "options"} | self.settings["options"])
