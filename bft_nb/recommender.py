@@ -29,7 +29,7 @@ import narwhals as nw
 import numpy as np
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int, Shaped
+from jaxtyping import Bool, Float, Int, Shaped, UInt8
 from torch import Tensor, nn
 
 from . import backbones
@@ -280,8 +280,8 @@ def own_ids(
     "Ids as an array; `TypeError` for what is no list of ids, `ValueError` for missing ones, and what `bft_nb.interactions.ids_array` raises."
     if isinstance(values, (str, bytes)): raise TypeError(f"{what} must be a list of ids, got the single text {values!r}")
     if nw.dependencies.is_into_dataframe(values): raise TypeError(f"{what} must be a list of ids, got a frame: give one column of it")
-    if isinstance(values, Mapping): raise TypeError(f"{what} must be a list of ids, got a mapping: {values!r}")
-    if ordered and isinstance(values, (set, frozenset)): raise TypeError(f"{what} must be a list of ids, oldest first, got a {type(values).__name__}, which has no order: {values!r}")
+    if isinstance(values, Mapping): raise TypeError(f"{what} must be a list of ids, got a mapping")
+    if ordered and isinstance(values, (set, frozenset)): raise TypeError(f"{what} must be a list of ids, oldest first, got a {type(values).__name__}, which has no order")
     try: listed = [v.item() if isinstance(v, np.generic) else v for v in (values.to_pylist() if hasattr(values, "to_pylist") else values)]
     except TypeError as e: raise TypeError(f"{what} must be a list of ids, got {values!r}") from e
     if missing := sum(v is None or isinstance(v, float) and v != v for v in listed): raise ValueError(f"{what}: {missing} of {len(listed)} ids are missing (None or NaN)")
@@ -1005,7 +1005,7 @@ def saved_ids(
 def check_ends(
     name: str,  # of the ids
     ends: Int[Tensor, " n"],  # where each id ends in the text
-    text: Int[Tensor, " bytes"],
+    text: UInt8[Tensor, " bytes"],
 ) -> None:
     "Raise `ValueError` unless the ids cover the whole text, one after the other, and none has a null character."
     if not len(ends) or int(ends[0]) < 0 or int(ends[-1]) != len(text) or bool((ends[1:] < ends[:-1]).any()): raise ValueError(f"its {name}.ends must rise to {len(text)}, the length of its {name}.utf8")
@@ -1200,7 +1200,7 @@ class Recommender:
         self._check_fitted()
         framed = nw.dependencies.is_into_dataframe(history)
         if user is None and (history is None or framed): raise ValueError("explain needs a user, or a history that is a list of items")
-        if isinstance(history, Mapping): raise TypeError(f"history must be a list of items, oldest first, or a frame, got a mapping: give the items of one user ({history!r})")
+        if isinstance(history, Mapping): raise TypeError(f"history must be a list of items, oldest first, or a frame, got a mapping: give the items of one user")
         if history is None: return history_of(user, self.user_ids, self.histories)
         given = history if framed else {"" if user is None else user: history}
         users, sequences, _ = given_histories(given, self.columns, self.settings, self.item_ids, unknown)
