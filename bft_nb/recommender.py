@@ -1200,7 +1200,7 @@ class Recommender:
         self._check_fitted()
         framed = nw.dependencies.is_into_dataframe(history)
         if user is None and (history is None or framed): raise ValueError("explain needs a user, or a history that is a list of items")
-        if isinstance(history, Mapping): raise TypeError(f"history must be a list of items, oldest first, or a frame, got a mapping: give the items of one user")
+        if isinstance(history, Mapping): raise TypeError("history must be a list of items, oldest first, or a frame, got a mapping: give the items of one user")
         if history is None: return history_of(user, self.user_ids, self.histories)
         given = history if framed else {"" if user is None else user: history}
         users, sequences, _ = given_histories(given, self.columns, self.settings, self.item_ids, unknown)
