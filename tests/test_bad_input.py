@@ -222,7 +222,7 @@ FRAME = dict(user=[1, 1, 1, 2, 2, 2], item=[1, 2, 3, 3, 2, 1])
         (dict(p=np.full(6, 2**64 - 1, np.uint64)), dict(timestamp="p"), ValueError, "times must fit into 64 bits"),
         (dict(p=[1e30] * 6), dict(timestamp="p"), ValueError, "times must fit into 64 bits"),
         ({}, dict(item="user"), ValueError, "'user' is named for two purposes"),
-        ({}, dict(user=None), ValueError, r"missing columns \[None\]"),
+        ({}, dict(user=None), TypeError, "user must be the name of a column, a string, got None"),
     ],
 )
 def test_frames(change, arguments, error, message):

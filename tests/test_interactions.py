@@ -4,6 +4,7 @@ import datetime
 import os
 from dataclasses import replace
 
+import jaxtyping
 import numpy as np
 import pandas as pd
 import polars as pl
@@ -52,6 +53,66 @@ def test_ids_stay_int_or_str_and_items_start_at_one():
     assert data.sequences.items.tolist() == [2, 1, 2] and data.sequences.items.dtype == np.int32
     categorical = from_frame(pd.DataFrame({"user": pd.Categorical(["u", "v"]), "item": ["i", "j"]}))
     assert categorical.user_ids.tolist() == ["u", "v"]
+
+
+def coded(maker, **columns):
+    "A frame whose columns are categorical."
+    if maker is pd.DataFrame: return pd.DataFrame(columns).astype("category")
+    if maker is pl.DataFrame: return pl.DataFrame(columns, schema=dict.fromkeys(columns, pl.Categorical))
+    return pa.table({name: pa.chunked_array([pa.array(values[:2]).dictionary_encode(), pa.array(values[2:]).dictionary_encode()]) for name, values in columns.items()})
+
+
+@pytest.mark.parametrize("maker", MAKERS.values(), ids=MAKERS)
+def test_categories_are_read_as_what_they_are(maker):
+    texts = from_frame(coded(maker, user=["10", "2", "10"], item=["x", "y", "y"]))
+    assert texts.user_ids.tolist() == ["10", "2"] and texts.item_ids.tolist() == ["x", "y"]
+    if maker is pl.DataFrame: return  # its categories are texts
+    numbers = from_frame(coded(maker, user=[10, 2, 10], item=[7, 100, 7]))
+    assert numbers.user_ids.tolist() == [10, 2] and numbers.item_ids.tolist() == [7, 100] and numbers.item_ids.dtype == np.int64
+    with pytest.raises(TypeError, match="column 'item' has type Float64: ids must be integers or strings"): from_frame(coded(maker, user=[1, 1, 1], item=[1.5, 2.0, 2.0]))
+
+
+def test_categories_without_rows_do_not_count():
+    frame = pd.DataFrame({"user": [1, 1], "item": pd.Categorical([3, 1], categories=["a", 1, 3])})
+    assert from_frame(frame).item_ids.tolist() == [1, 3]
+
+
+def test_columns_of_objects_are_read_as_what_they_hold():
+    data = from_frame(pd.DataFrame({"user": [1, np.int32(2), 1], "item": ["x", "y", "x"]}, dtype=object))
+    assert data.user_ids.tolist() == [1, 2] and data.user_ids.dtype == np.int64 and data.item_ids.tolist() == ["x", "y"]
+
+
+@pytest.mark.parametrize(("values", "error", "message"), [
+    ([7, "x", 8, "y", 7, "x"], TypeError, r"column 'item': ids must be integers or strings, all of one kind, got int \(as 7\), str \(as 'x'\)$"),
+    ([True, 2, 3, 4, 5, 6], TypeError, r"got bool \(as True\), int \(as 2\)$"),
+    ([b"x"] * 6, TypeError, "got bytes"),
+    ([1, 2**70, 3, 4, 5, 6], ValueError, f"column 'item' holds {2**70}: ids must fit into 64 bits"),
+    ([-(2**63) - 1, 2, 3, 4, 5, 6], ValueError, "ids must fit into 64 bits"),
+    (["a", "b\0", "c", "d", "e", "f"], ValueError, r"column 'item': id 'b\\x00' holds a null character"),
+    (["a", "b\ud800", "ü", "d", "e", "f"], ValueError, r"column 'item': id 'b\\ud800' holds .*a lone surrogate"),
+])  # fmt: skip
+def test_ids_that_cannot_be_kept_are_named(values, error, message):
+    with pytest.raises(error, match=message): from_frame(pd.DataFrame(ROWS | {"item": pd.Series(values, dtype=object)}))
+
+
+def test_the_largest_and_smallest_ids_are_kept():
+    ends = [-(2**63), 2**63 - 1]
+    assert from_frame(pd.DataFrame({"user": [1, 1], "item": pd.Series(ends, dtype=object)})).item_ids.tolist() == ends
+    assert I.ids_array(["日本", "😀", ""], "ids").tolist() == ["日本", "😀", ""]
+
+
+@pytest.mark.parametrize("names", [dict(user=0, item=1), dict(item=1), dict(timestamp=2), dict(position=2), dict(timestamp=["time"])], ids=str)
+def test_columns_have_names_that_are_strings(names, monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    frame = pd.DataFrame([[1, 2, 3], [1, 3, 4]])
+    with pytest.raises(TypeError, match="(user|item|timestamp|position) must be the name of a column, a string, got"): from_frame(frame, **names)
+
+
+def test_the_empty_name_is_a_name():
+    frame = pd.DataFrame(ROWS).rename(columns={"time": ""})
+    assert own(from_frame(frame, timestamp="")) == own(from_frame(pd.DataFrame(ROWS), timestamp="time"))
+    for order in ("timestamp", "position"):
+        with pytest.raises(ValueError, match=r"missing columns \[''\]"): from_frame(pd.DataFrame(ROWS), **{order: ""})
 
 
 def test_dates_become_seconds():
@@ -116,6 +177,16 @@ def test_leading_zeros_survive_csv(tmp_path):
     (tmp_path / "a.csv").write_text("user,item\n1,0205616461\n2,12\n")
     data = read(tmp_path / "a.csv")
     assert data.item_ids.tolist() == ["0205616461", "12"] and data.user_ids.tolist() == [1, 2]
+
+
+def test_ids_that_look_missing_survive_csv(tmp_path):
+    (tmp_path / "a.csv").write_text("user,item,t\nNA,nan,1\nnull,N/A,2\nNA,7,3\n")
+    assert own(read(tmp_path / "a.csv", timestamp="t")) == {"NA": ["nan", "7"], "null": ["N/A"]}
+    (tmp_path / "a.csv").write_text('user,item,t\n1,2,NA\n"",3,2\n1,4,3\n')
+    with pytest.raises(ValueError, match="column 'user' has 1 missing"): read(tmp_path / "a.csv")
+    (tmp_path / "a.csv").write_text("user,item,t\n1,2,NA\n1,3,2\n")
+    with pytest.raises(ValueError, match="column 't' has 1 missing times"): read(tmp_path / "a.csv", timestamp="t")
+    assert read(tmp_path / "a.csv").user_ids.tolist() == [1]
 
 
 def test_read_errors(tmp_path):

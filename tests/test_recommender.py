@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import warnings
+from fractions import Fraction
 
 import jaxtyping
 import numpy as np
@@ -334,6 +335,10 @@ def test_confidence_among_other_items_is_nan_where_it_cannot_be_known(filtering,
     (dict(exclude=5), TypeError, "exclude must be a list of ids, got 5"),
     (dict(exclude=["i01", None]), ValueError, "exclude: 1 of 2 ids are missing"),
     (dict(filter_seen="no"), TypeError, "filter_seen must be True or False, got 'no'"),
+    *[(dict(candidates=make({"item": ["i01"]})), TypeError, "candidates must be a list of ids, got a frame: give one column of it") for make in (pd.DataFrame, pl.DataFrame, pa.table)],
+    (dict(exclude=pd.DataFrame({"item": ["i01"]})), TypeError, "exclude must be a list of ids, got a frame"),
+    (dict(exclude={"i01": 3}), TypeError, "exclude must be a list of ids, got a mapping"),
+    (dict(candidates=[2**70]), ValueError, f"candidates holds {2**70}: ids must fit into 64 bits"),
 ])  # fmt: skip
 def test_bad_candidates(filtering, unchecked, arguments, error, message):
     with pytest.raises(error, match=message):
@@ -346,6 +351,15 @@ def test_unknown_candidates_are_skipped_with_a_report(filtering):
     assert got.item.tolist() == ["i05"]
     with pytest.raises(ValueError, match="no item is left"), pytest.warns(UnknownItems):
         filtering.recommend({"a": ["i01"]}, candidates=["??"], unknown="skip")
+
+
+@pytest.mark.parametrize("make", [list, tuple, set, iter, np.array, pd.Series, pd.Index, pl.Series, pa.array, lambda ids: pa.chunked_array([ids[:1], ids[1:]]), lambda ids: pa.array(ids).dictionary_encode(), lambda ids: [pa.scalar(i) for i in ids]])
+def test_lists_of_ids_of_every_kind(filtering, make):
+    stock = ["i03", "i07", "i11"]
+    pd.testing.assert_frame_equal(filtering.recommend({"x": ["i01"]}, k=2, candidates=make(stock)), filtering.recommend({"x": ["i01"]}, k=2, candidates=stock))
+    if make is not set:
+        pd.testing.assert_frame_equal(filtering.recommend({"x": make(stock)}, k=2), filtering.recommend({"x": stock}, k=2))
+        pd.testing.assert_frame_equal(filtering.explain(history=make(stock)), filtering.explain(history=stock))
 
 
 # ---- training --------------------------------------------------------------------------------------------------
@@ -469,6 +483,14 @@ def test_unknown_items_are_refused_or_skipped_with_a_report(filtering):
     ({"a": ["i01", None]}, ValueError, "1 of 2 ids are missing"),
     ({"a": ["i01", float("nan")]}, ValueError, "missing"),
     ({None: ["i01"]}, ValueError, "users: 1 of 1 ids are missing"),
+    ({"a": {"i01", "i02"}}, TypeError, "history of user 'a' must be a list of ids, oldest first, got a set, which has no order"),
+    ({"a": frozenset(["i01"])}, TypeError, "got a frozenset, which has no order"),
+    ({"a": {"i01": 1}}, TypeError, "history of user 'a' must be a list of ids, got a mapping"),
+    ({"a": pd.DataFrame({"item": ["i01"]})}, TypeError, "history of user 'a' must be a list of ids, got a frame: give one column"),
+    ({"a": [2**70]}, ValueError, f"history of user 'a' holds {2**70}: ids must fit into 64 bits"),
+    ({2**64: ["i01"]}, ValueError, "users holds .* ids must fit into 64 bits"),
+    ({"a\0": ["i01"], "a": ["i02"]}, ValueError, r"users: id 'a\\x00' holds a null character"),
+    ({"a": ["i01\ud800"]}, ValueError, r"id 'i01\\ud800' holds .*a lone surrogate"),
     ({}, ValueError, "empty"),
     ([["i01"]], TypeError, "expected a pandas, polars or pyarrow frame, got list"),
     (pd.DataFrame({"user": ["a"], "item": ["i01"]}), ValueError, r"missing columns \['t'\]"),
@@ -495,6 +517,12 @@ def test_k_outside_of_the_catalogue(filtering, k):
     (lambda m: m.explain("u1", library="numpy"), ValueError, "library must be one of 'pandas'"),
     (lambda m: m.explain("u1", history=5), TypeError, "history of user 'u1' must be a list of ids, got 5"),
     (lambda m: m.explain("u1", item=["i01"]), TypeError, "item: ids must be .* got list"),
+    *[(lambda m, user=user: m.explain(user, history={"i03": ["i01", "i02"]}), TypeError, "history must be a list of items, oldest first, or a frame, got a mapping") for user in (None, "u1")],
+    (lambda m: m.explain(history={"i01", "i02"}), TypeError, "oldest first, got a set, which has no order"),
+    (lambda m: m.save("x", histories="no"), TypeError, "histories must be True or False, got 'no'"),
+    (lambda m: m.add_items(pd.DataFrame({"item": ["n1", "n2"]})), TypeError, "new items must be a list of ids, got a frame: give one column of it"),
+    (lambda m: m.add_items({"n1": ["i01"]}), TypeError, "new items must be a list of ids, got a mapping"),
+    (lambda m: m.add_items(["a"], like={"a": pd.DataFrame({"item": ["i01"]})}), TypeError, "like must be a list of ids, got a frame"),
     (lambda m: m.add_items(5), TypeError, "new items must be a list of ids, got 5"),
     (lambda m: m.add_items(["a"], like=["i01"]), TypeError, r"like must map new items to lists of known ones, got \['i01'\]"),
     (lambda m: m.add_items(["a"], like={"a": 5}), TypeError, "like must be a list of ids, got 5"),
@@ -517,6 +545,44 @@ def test_an_argument_that_cannot_be_is_named(filtering, unchecked, call, error, 
 def test_bad_frames(change, error, message):
     with pytest.raises(error, match=message):
         Recommender(**QUICK).fit(change(ring(users=20)), timestamp="t")
+
+
+@pytest.mark.parametrize("taken", module.GIVEN)
+@pytest.mark.parametrize("purpose", ["user", "item"])
+def test_names_that_recommendations_need_are_refused(monkeypatch, purpose, taken):
+    monkeypatch.setattr(module, "fit", lambda *_, **__: pytest.fail("it was trained"))
+    with pytest.raises(ValueError, match=f"{purpose} can't be the column '{taken}': recommendations have a {taken} of their own"):
+        Recommender(**QUICK).fit(ring(users=20).rename(columns={purpose: taken}), **{purpose: taken})
+
+
+def test_times_may_be_called_as_a_column_of_recommendations_is():
+    made = Recommender(**QUICK | {"max_epochs": 1}).fit(ring(users=20).rename(columns={"t": "rank"}), timestamp="rank")
+    assert list(made.recommend(k=1)) == ["user", "item", "rank", "score", "confidence"]
+
+
+def test_categories_that_are_numbers_stay_numbers():
+    frame = ring(users=20)
+    frame["user"], frame["item"] = frame.user.str[1:].astype(int).astype("category"), frame.item.str[1:].astype(int).astype("category")
+    made = Recommender(**QUICK | {"max_epochs": 1}).fit(frame, timestamp="t")
+    got = made.recommend({1: [3, 4]}, k=2)
+    assert got.user.tolist() == [1, 1] and got.item.dtype == np.int64 and len(made.recommend(frame, k=1)) == 20
+
+
+NUMBERS = dict(
+    max_epochs=np.int64(1), patience=np.int32(2), batch_size=np.int64(32), d=np.int64(16), max_length=np.int16(10), negatives=np.int32(16), seed=np.int64(1), n_layers=torch.tensor(1),
+    lr=np.float32(0.5), precision_lr=torch.tensor(0.25), dropout=np.array(0.125), filter_seen=np.bool_(True), refit=np.bool_(False), bft=np.bool_(True), schedule=np.str_("linear"),
+)  # fmt: skip
+
+
+def test_settings_of_numpy_and_torch_become_plain_and_are_saved(unchecked, tmp_path):
+    plain = {name: value.item() for name, value in NUMBERS.items()}
+    made, want = Recommender(device="cpu", **NUMBERS), Recommender(device="cpu", **plain)
+    assert made.settings == want.settings
+    kinds = lambda settings: {name: type(value) for name, value in {**settings, **settings["options"]}.items()}
+    assert kinds(made.settings) == kinds(want.settings)
+    made = Recommender(device="cpu", **NUMBERS | {"lr": np.float32(0.006), "precision_lr": None}).fit(ring(users=20), timestamp="t")
+    again = Recommender.load(made.save(tmp_path / "m.safetensors"), device="cpu")
+    assert again.settings == made.settings
 
 
 def test_single_user():
@@ -561,6 +627,11 @@ def test_users_with_few_events_are_trained_on_and_not_validated():
     (dict(lr=-1.0), ValueError, "lr must be positive"),
     (dict(precision_lr="fast"), ValueError, "precision_lr must be positive"),
     (dict(seed=-1), ValueError, "seed must be at least 0"),
+    *[(dict(seed=seed), ValueError, f"seed must be below 2³², got {seed}") for seed in (2**32, np.int64(2**40), 2**64)],
+    (dict(lr=Fraction(1, 1000)), TypeError, r"lr must be a number, a text, True, False or None, so that it can be saved, got Fraction\(1, 1000\)"),
+    (dict(precision_init=Fraction(1, 2)), TypeError, "precision_init must be a number, a text"),
+    (dict(lr=torch.ones(2)), ValueError, "lr must be positive"),
+    (dict(device=torch.device("cpu")), ValueError, "device must be"),
     (dict(filter_seen="no"), TypeError, "filter_seen must be True or False"),
     (dict(refit=1), TypeError, "refit must be True or False, got 1"),
     (dict(schedule="cosine"), ValueError, "schedule must be one of 'constant', 'linear', got 'cosine'"),
@@ -866,6 +937,9 @@ def test_the_place_of_a_new_item(n, d, scale, seed):
     (["a"], {"b": ["i01"]}, ValueError, "like names 'b'"),
     (["a"], {"a": ["??"]}, ValueError, "item '\\?\\?' is not known"),
     (["a"], {"a": []}, ValueError, "at least one known item"),
+    (["q\0"], None, ValueError, r"new items: id 'q\\x00' holds a null character"),
+    (["s\ud800"], None, ValueError, r"new items: id 's\\ud800' holds .*a lone surrogate"),
+    ([2**64], None, ValueError, "new items holds .* ids must fit into 64 bits"),
 ])  # fmt: skip
 def test_bad_new_items(filtering, ids, like, error, message):
     with pytest.raises(error, match=message):
@@ -916,6 +990,18 @@ def test_bad_files(made, tmp_path, monkeypatch):
     assert path.read_bytes() == data
 
 
+def without_last_user(tensors):
+    "Leave out one user id, so that the others are still whole."
+    ends = tensors["user_ids.ends"]
+    tensors.update({"user_ids.ends": ends[:-1].clone(), "user_ids.utf8": tensors["user_ids.utf8"][: ends[-2]].clone()})
+
+
+def as_numbers(tensors, ids):
+    "Put numbers in the place of the item ids."
+    tensors.update(item_ids=ids)
+    del tensors["item_ids.utf8"], tensors["item_ids.ends"]
+
+
 @pytest.mark.parametrize(("change", "message"), [
     (lambda meta, tensors: meta["settings"]["options"].update(d=8), r"its settings ask for item_embedding.weight of shape \(25, 8\), it holds \(25, 16\)$"),
     (lambda meta, tensors: meta["settings"].pop("lr"), r"its settings lack \['lr'\]"),
@@ -929,7 +1015,42 @@ def test_bad_files(made, tmp_path, monkeypatch):
     (lambda meta, tensors: meta["columns"].pop("item"), r"its columns lack \['item'\]"),
     (lambda meta, tensors: meta.update(library="numpy"), "library must be one of"),
     (lambda meta, tensors: tensors.pop("known.ranks"), "known.ranks"),
-    (lambda meta, tensors: tensors.update({"histories.lengths": tensors["histories.lengths"][1:]}), "lengths must"),
+    (lambda meta, tensors: tensors.update({"histories.lengths": tensors["histories.lengths"][1:]}), "its lengths must be those of its 80 users, got 79"),
+    (lambda meta, tensors: meta.update(evil=1), r"it holds \['evil'\], which"),
+    (lambda meta, tensors: meta["columns"].update(name="q"), r"its columns hold \['name'\], which"),
+    (lambda meta, tensors: meta["columns"].update(user=["a"]), r"user must be the name of a column, a string, got \['a'\]"),
+    (lambda meta, tensors: meta["columns"].update(user="item"), "'item' is named for two purposes"),
+    (lambda meta, tensors: meta["columns"].update(user="score"), "user can't be the column 'score'"),
+    (lambda meta, tensors: meta["settings"].update(bft=False), "its known.evidence must be torch.float64 of shape"),
+    (lambda meta, tensors: without_last_user(tensors), "its lengths must be those of its 79 users, got 80"),
+    *[(lambda meta, tensors, n=n: tensors["histories.items"][5:6].fill_(n), rf"its histories.items must lie in 1 … 24, got {least}") for n, least in ((0, "0 … 24"), (-1, "-1 … 24"), (25, "1 … 25"))],
+    (lambda meta, tensors: (tensors["histories.lengths"][0].sub_(10), tensors["histories.lengths"][1].add_(10)), "its histories.lengths must lie in 1 … "),
+    (lambda meta, tensors: tensors["histories.lengths"].add_(1), "lengths must be ≥ 0 and add up to"),
+    (lambda meta, tensors: tensors.update({"histories.items": tensors["histories.items"].long()}), "its histories.items must be torch.int32"),
+    (lambda meta, tensors: tensors.pop("histories.lengths"), "it has no 'histories.lengths'"),
+    (lambda meta, tensors: tensors.pop("histories.items"), "it has no 'histories.items'"),
+    (lambda meta, tensors: tensors.update({"histories.times": tensors["histories.items"].long()}), r"it holds \['histories.times'\], which"),
+    (lambda meta, tensors: tensors.update({"known.ranks": tensors["known.ranks"][:10].clone()}), r"its known.evidence must be torch.float64 of shape \(10, 2\), got torch.float64 of shape \(80, 2\)"),
+    (lambda meta, tensors: tensors.update({"known.ranks": torch.full((80,), torch.nan)}), "its known.ranks must be torch.int64"),
+    (lambda meta, tensors: tensors["known.ranks"][:1].fill_(0), "its known.ranks must lie in 1 … inf, got 0"),
+    (lambda meta, tensors: tensors["known.evidence"][3, 1].fill_(torch.nan), "its known.evidence must be finite, got nan"),
+    (lambda meta, tensors: tensors["known.evidence"][3, 0].fill_(torch.inf), "its known.evidence must be finite, got inf"),
+    (lambda meta, tensors: (meta["settings"].update(filter_seen=False), tensors["known.evidence"][3, 0].fill_(torch.nan)), "its known.evidence must be finite, got nan"),
+    (lambda meta, tensors: tensors.update({"known.repeated": tensors["known.repeated"].long()}), "its known.repeated must be torch.bool"),
+    (lambda meta, tensors: tensors["item_ids.utf8"].fill_(105), "its item_ids hold 'iii' twice"),
+    (lambda meta, tensors: tensors["item_ids.utf8"][5].fill_(0), "its item_ids.utf8 holds a null character"),
+    (lambda meta, tensors: tensors["item_ids.utf8"].fill_(255), "its item_ids.utf8 is no text in UTF-8"),
+    (lambda meta, tensors: tensors.update({"item_ids.ends": tensors["item_ids.ends"].flip(0)}), "its item_ids.ends must rise to 72, the length"),
+    (lambda meta, tensors: tensors["item_ids.ends"][3].fill_(2**40), "its item_ids.ends must rise to 72"),
+    (lambda meta, tensors: tensors.update(item_ids=torch.arange(24)), r"it holds \['item_ids.ends', 'item_ids.utf8'\], which"),
+    (lambda meta, tensors: as_numbers(tensors, torch.arange(24.0)), "its item_ids must be torch.int64"),
+    (lambda meta, tensors: as_numbers(tensors, torch.arange(48).view(24, 2)), r"its item_ids must be torch.int64 of shape \(any\), got torch.int64 of shape \(24, 2\)"),
+    (lambda meta, tensors: as_numbers(tensors, torch.zeros(0, dtype=torch.int64)), "its item_ids are empty"),
+    (lambda meta, tensors: tensors.update(junk=torch.zeros(1)), r"it holds \['junk'\], which"),
+    (lambda meta, tensors: tensors.update({"model.junk": torch.zeros(1)}), r"it holds \['model.junk'\], which"),
+    (lambda meta, tensors: tensors.update({"item_ids.more": torch.zeros(1)}), r"it holds \['item_ids.more'\], which"),
+    (lambda meta, tensors: tensors["model.item_embedding.weight"][3].fill_(torch.nan), "its model.item_embedding.weight must be finite, got nan"),
+    (lambda meta, tensors: tensors.update({"model.item_embedding.weight": tensors["model.item_embedding.weight"].long()}), r"its model.item_embedding.weight must be torch.float32"),
 ])  # fmt: skip
 def test_parts_that_do_not_fit_are_named(filtering, unchecked, tmp_path, change, message):
     path = filtering.save(tmp_path / "m.safetensors")
@@ -938,6 +1059,16 @@ def test_parts_that_do_not_fit_are_named(filtering, unchecked, tmp_path, change,
     write_archive(path, tensors, {k: v for k, v in meta.items() if k not in ("kind", "version")}, "recommender", module.FORMAT)
     with pytest.raises(ValueError, match=f"m.safetensors' does not hold what save writes: .*{message}"):
         Recommender.load(path, device="cpu")
+
+
+@pytest.mark.parametrize("backbone", list(backbone_classes()))
+@pytest.mark.parametrize("bft", [True, False])
+def test_every_backbone_is_read_again_with_integer_ids_and_new_items(tmp_path, backbone, bft):
+    frame = ring(users=20)
+    frame["user"], frame["item"] = frame.user.str[1:].astype(int), frame.item.str[1:].astype(int)
+    made = Recommender(backbone, bft, **{n: v for n, v in QUICK.items() if n != "max_epochs"}, max_epochs=1).fit(frame, timestamp="t").add_items([99, 98])
+    again = Recommender.load(made.save(tmp_path / "m.safetensors"), device="cpu")
+    pd.testing.assert_frame_equal(again.recommend(k=3), made.recommend(k=3))
 
 
 def test_full_disk_while_saving_leaves_the_earlier_file(made, tmp_path, monkeypatch):

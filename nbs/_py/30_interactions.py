@@ -23,6 +23,8 @@
 #| exports
 import difflib
 import hashlib
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -185,12 +187,24 @@ class Interactions:
 
 # %%
 #| exports
+def check_names(
+    names: Mapping[str, Any],  # of columns, by purpose; None for one that is not used
+) -> None:
+    "Raise `TypeError` unless all names are strings, `ValueError` for a column with two purposes."
+    used = {purpose: name for purpose, name in names.items() if name is not None or purpose in ("user", "item")}
+    for purpose, name in used.items():
+        if not isinstance(name, str): raise TypeError(f"{purpose} must be the name of a column, a string, got {name!r}")
+    given = list(used.values())
+    if twice := sorted({c for c in given if given.count(c) > 1}): raise ValueError(f"column {twice[0]!r} is named for two purposes: user, item, timestamp and position are four columns")
+
+
+# %%
+#| exports
 def check_columns(
     frame: nw.DataFrame,
     wanted: list[str],  # column names
 ) -> None:
     "Raise `ValueError` for missing columns (naming those found) or an empty frame."
-    if twice := sorted({c for c in wanted if wanted.count(c) > 1}): raise ValueError(f"column {twice[0]!r} is named for two purposes: user, item, timestamp and position are four columns")
     if missing := [c for c in wanted if c not in frame.columns]:
         raise ValueError(f"missing columns {missing}: the frame has {frame.columns}")
     if len(frame) == 0: raise ValueError("the frame is empty: at least one interaction is needed")
@@ -219,22 +233,72 @@ def whole_numbers(
     return values.astype(np.int64)
 
 
+# %% [markdown]
+# Ids are integers or texts. A text is kept as it is, so one that an array or a file would change is refused: with a null character, or with half of a pair of surrogates, which is no character.
+
+
+# %%
+#| exports
+def storable(
+    text: str,
+) -> bool:
+    "Does a text come out of an array and of UTF-8 as it went in?"
+    return not re.search(r"[\x00\ud800-\udfff]", text)
+
+
+# %%
+#| exports
+def ids_array(
+    values: list[Any],
+    what: str,  # for the message
+) -> Shaped[np.ndarray, " n"]:  # int64, or strings
+    "Ids as an array; `TypeError` unless all are integers or all strings, `ValueError` for integers beyond 64 bits and strings that are lost in storage."
+    if all(isinstance(v, str) for v in values):
+        if not storable("".join(values)): raise ValueError(f"{what}: id {next(v for v in values if not storable(v))!r} holds a null character or a lone surrogate, which is lost in storage")
+        return np.array(values, dtype=str)
+    values = [v.item() if isinstance(v, np.generic) else v for v in values]
+    if all(isinstance(v, int) and not isinstance(v, bool) for v in values):
+        if big := [v for v in values if not -(2**63) <= v < 2**63]: raise ValueError(f"{what} holds {big[0]}: ids must fit into 64 bits")
+        return np.array(values, dtype=np.int64)
+    first = {type(v).__name__: v for v in reversed(values)}
+    raise TypeError(f"{what}: ids must be integers or strings, all of one kind, got {', '.join(f'{kind} (as {first[kind]!r})' for kind in sorted(first))}")
+
+
+# %%
+[ids_array(ids, "items").dtype.kind for ids in (["A7", "B1"], [7, 1])]
+
+
+# %% [markdown]
+# A categorical column holds what its categories are, numbers or texts:
+
+
+# %%
+#| exports
+def from_categories(
+    column: nw.Series,  # categorical
+) -> nw.Series:  # not categorical
+    "The same values as a column of their own kind."
+    if all(isinstance(v, str) for v in column.unique().to_list()): return column.cast(nw.String)
+    return nw.new_series(column.name, column.to_numpy(), backend=column.implementation)
+
+
 # %%
 #| exports
 def id_column(
     frame: nw.DataFrame,
     name: str,  # column
 ) -> Shaped[np.ndarray, " rows"]:  # int64, or strings
-    "Own ids; `ValueError` for missing values, `TypeError` unless they are integers or strings."
+    "Own ids; `ValueError` for missing values, and what `ids_array` raises."
     column = frame[name]
     if n := missing_values(column): raise ValueError(f"column {name!r} has {n} missing values (null or NaN): every interaction needs an id")
-    if column.dtype in (nw.Categorical, nw.Enum): column = column.cast(nw.String)
+    if column.dtype in (nw.Categorical, nw.Enum): column = from_categories(column)
     if column.dtype.is_integer(): return whole_numbers(column.to_numpy(), name, "ids")
-    values = np.asarray(column.to_list(), dtype=object)
-    if all(isinstance(v, str) for v in values):
-        if any("\0" in v for v in values): raise ValueError(f"column {name!r} holds an id with a null character, which is lost in storage")
-        return values.astype(str)
-    raise TypeError(f"column {name!r} has type {column.dtype}: ids must be integers or strings")
+    if column.dtype not in (nw.String, nw.Object): raise TypeError(f"column {name!r} has type {column.dtype}: ids must be integers or strings")
+    return ids_array(column.to_list(), f"column {name!r}")
+
+
+# %%
+id_column(nw.from_native(shop.astype({"day": "category"})), "day")
 
 
 # %%
@@ -308,16 +372,17 @@ def from_frame(
 
     Raises `ValueError` for missing columns, an empty frame, missing ids or times, positions that are negative, fractional or repeated within a user; `TypeError` for other types.
     """
+    check_names({"user": user, "item": item, "timestamp": timestamp, "position": position})
     try: table = nw.from_native(frame, eager_only=True)
     except TypeError as e: raise TypeError(f"frame must be a pandas, polars (not lazy) or pyarrow table, got {type(frame).__name__}") from e
     except nw.exceptions.NarwhalsError as e: raise ValueError(f"the frame's columns must have distinct names: {e}") from e
     check_columns(table, [user, item, *(c for c in (timestamp, position) if c is not None)])
     user_ids, users = first_appearance(id_column(table, user))
     item_ids, items = np.unique(id_column(table, item), return_inverse=True)
-    key, times = time_column(table, timestamp) if timestamp else (np.zeros(len(users)), None)
-    place = position_column(table, position) if position else np.arange(len(users))
+    key, times = time_column(table, timestamp) if timestamp is not None else (np.zeros(len(users)), None)
+    place = position_column(table, position) if position is not None else np.arange(len(users))
     order = np.lexsort((place, key, users))
-    if position: check_distinct_positions(users[order], key[order], place[order], position)
+    if position is not None: check_distinct_positions(users[order], key[order], place[order], position)
     sequences = from_lengths(np.bincount(users, minlength=len(user_ids)), items.ravel()[order] + 1)
     return Interactions(name, sequences, user_ids, item_ids, None if times is None else times[order])
 
@@ -348,12 +413,13 @@ test_fail(lambda: from_frame(shop.head(0), "reader", "book"), contains="empty")
 test_fail(lambda: from_frame(shop.assign(day=-1), "reader", "book", position="day"), contains="holds -1")
 test_fail(lambda: from_frame(shop.assign(day=np.nan), "reader", "book", timestamp="day"), contains="8 missing times")
 test_fail(lambda: from_frame(shop.assign(book=None), "reader", "book"), contains="8 missing values")
+test_fail(lambda: from_frame(shop.assign(book=["A7", 1] * 4), "reader", "book"), contains="got int (as 1), str (as 'A7')")
 
 
 # %% [markdown]
 # ### From a file
 #
-# An id such as `0205616461` is text that looks like a number. Reading it as a number loses the leading zero, so in CSV files a column of ids becomes integers only if every value survives the round trip.
+# An id such as `0205616461` is text that looks like a number. Reading it as a number loses the leading zero, so in CSV files a column of ids becomes integers only if every value survives the round trip. An id such as `NA` is text, too: in a column of ids only an empty field is missing.
 
 
 # %%
@@ -388,12 +454,23 @@ def read_table(
 
     if path.suffix == ".parquet": return pyarrow.parquet.read_table(path)
     if not path.name.endswith((".csv", ".csv.gz")): raise ValueError(f"{path.name!r}: expected a name ending in .parquet, .csv or .csv.gz")
-    text = pyarrow.csv.ConvertOptions(column_types=dict.fromkeys(ids, pyarrow.string()), strings_can_be_null=True)
+    text = pyarrow.csv.ConvertOptions(column_types=dict.fromkeys(ids, pyarrow.string()), strings_can_be_null=False)
     table = pyarrow.csv.read_csv(path, convert_options=text)
     if twice := sorted({c for c in table.column_names if table.column_names.count(c) > 1}): raise ValueError(f"{path} has the column {twice[0]!r} twice")
     for name in set(ids) & set(table.column_names):
-        table = table.set_column(table.column_names.index(name), name, integers_if_faithful(table[name]))
+        table = table.set_column(table.column_names.index(name), name, integers_if_faithful(without_empty(table[name])))
     return table
+
+
+# %%
+#| exports
+def without_empty(
+    column: Any,  # pyarrow strings
+) -> Any:  # the same, null where a text is empty
+    "Empty texts as missing values."
+    import pyarrow.compute as pc
+
+    return pc.if_else(pc.equal(column, ""), None, column)
 
 
 # %%

@@ -31,6 +31,7 @@ warnings.filterwarnings("ignore", message="IProgress not found")
 # %%
 #| exports
 import inspect
+import json
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -41,14 +42,14 @@ import narwhals as nw
 import numpy as np
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int, Shaped
+from jaxtyping import Bool, Float, Int, Shaped, UInt8
 from torch import Tensor, nn
 
 from bft_nb import backbones
 from bft_nb.archive import ids_from_tensors, ids_to_tensors, read_archive, write_archive
-from bft_nb.core import Belief, certain, check_count, check_flag, check_option, check_positive
+from bft_nb.core import Belief, certain, check_count, check_finite, check_flag, check_option, check_positive
 from bft_nb.encoder import ItemPrecision
-from bft_nb.interactions import Examples, Interactions, Sequences, Split, from_end, from_frame, from_lengths, rows, take, with_hash
+from bft_nb.interactions import Examples, Interactions, Sequences, Split, check_names, from_end, from_frame, from_lengths, ids_array, rows, take, with_hash
 from bft_nb.kriging import kriging_weights
 from bft_nb.layer import reliability
 from bft_nb.ranking import hit_rate, protocol, ranks, repeated, wilson_interval
@@ -433,18 +434,19 @@ def confidence_by(
 # %%
 #| exports
 def own_ids(
-    values: Iterable[Any],
+    values: Iterable[Any],  # a list, an array, a column
     what: str,  # for the message
+    ordered: bool = False,  # does their order count? Then a set will not do
 ) -> Shaped[np.ndarray, " n"]:  # int64 or str
-    "Ids as an array; `ValueError` for missing ones, `TypeError` unless all are integers or all strings."
+    "Ids as an array; `TypeError` for what is no list of ids, `ValueError` for missing ones, and what `bft_nb.interactions.ids_array` raises."
     if isinstance(values, (str, bytes)): raise TypeError(f"{what} must be a list of ids, got the single text {values!r}")
-    try: listed = [v.item() if isinstance(v, np.generic) else v for v in values]
+    if nw.dependencies.is_into_dataframe(values): raise TypeError(f"{what} must be a list of ids, got a frame: give one column of it")
+    if isinstance(values, Mapping): raise TypeError(f"{what} must be a list of ids, got a mapping")
+    if ordered and isinstance(values, (set, frozenset)): raise TypeError(f"{what} must be a list of ids, oldest first, got a {type(values).__name__}, which has no order")
+    try: listed = [v.item() if isinstance(v, np.generic) else v for v in (values.to_pylist() if hasattr(values, "to_pylist") else values)]
     except TypeError as e: raise TypeError(f"{what} must be a list of ids, got {values!r}") from e
     if missing := sum(v is None or isinstance(v, float) and v != v for v in listed): raise ValueError(f"{what}: {missing} of {len(listed)} ids are missing (None or NaN)")
-    if all(isinstance(v, str) for v in listed): return np.array(listed, dtype=str)
-    if all(isinstance(v, int) and not isinstance(v, bool) for v in listed): return np.array(listed, dtype=np.int64)
-    kinds = sorted({type(v).__name__ for v in listed})
-    raise TypeError(f"{what}: ids must be all integers or all strings, got {', '.join(kinds)}")
+    return ids_array([v.as_py() if hasattr(v, "as_py") else v for v in listed], what)
 
 
 # %%
@@ -469,7 +471,8 @@ numbers_of(np.array(["C3", "??", "A7"]), np.array(["A7", "B1", "C3", "new"]))
 
 # %%
 test_fail(lambda: numbers_of(np.array([7]), np.array(["A7"])), contains="items: ids are integers (as 7), but were strings (as 'A7')")
-test_fail(lambda: own_ids([1, "a"], "items"), contains="got int, str")
+test_fail(lambda: own_ids([1, "a"], "items"), contains="got int (as 1), str (as 'a')")
+test_fail(lambda: own_ids({"b3", "b7"}, "history", ordered=True), contains="got a set, which has no order")
 test_fail(lambda: own_ids([1, float("nan")], "items"), contains="1 of 2 ids are missing")
 
 
@@ -577,7 +580,7 @@ def from_mapping(
 ) -> Interactions:
     "Histories of a mapping, users in its order; raises as `own_ids`, and `ValueError` if there is no user."
     if not histories: raise ValueError("histories is empty: at least one user is needed")
-    lists = [own_ids(items, f"history of user {user!r}") for user, items in histories.items()]
+    lists = [own_ids(items, f"history of user {user!r}", ordered=True) for user, items in histories.items()]
     kinds = {a.dtype.kind for a in lists if len(a)}
     if len(kinds) > 1: raise TypeError("histories mix integers and strings as items: they must be of one type")
     flat = np.concatenate([a for a in lists if len(a)] or [np.zeros(0, np.int64)])
@@ -708,6 +711,22 @@ def to_frame(
 
 # %%
 library_of(to_frame({"item": np.array(["A7", "B1"]), "score": np.array([0.5, 0.25])}, "polars"))
+
+
+# %%
+#| exports
+GIVEN = ("rank", "score", "confidence")  # columns of recommendations beside user and item
+
+
+# %%
+#| exports
+def check_output_names(
+    names: Mapping[str, Any],  # of columns, by purpose
+) -> None:
+    "Raise `ValueError` where users or items have the name of a column that recommendations bring; raises as `check_names` too."
+    check_names(names)
+    if taken := [purpose for purpose in ("user", "item") if names[purpose] in GIVEN]:
+        raise ValueError(f"{taken[0]} can't be the column {names[taken[0]]!r}: recommendations have a {names[taken[0]]} of their own, rename the column")
 
 
 # %%
@@ -1208,6 +1227,37 @@ def learn(
 #| exports
 CALIBRATION_USERS = 2000  # validation users who are asked again where other items compete
 FORMAT = 3  # of saved files
+PARTS = ("model.", "item_ids", "known.", "user_ids", "histories.")  # how the names of their tensors begin
+
+
+# %% [markdown]
+# Settings are saved as JSON, so a number of numpy or torch becomes a plain one when it is given, and what JSON could not give back is refused before anything is trained.
+
+
+# %%
+#| exports
+def plain_number(
+    value: Any,
+) -> Any:
+    "A number of numpy or torch as Python's own; anything else as it is."
+    single = isinstance(value, np.generic) or isinstance(value, (np.ndarray, Tensor)) and value.ndim == 0
+    return value.item() if single else value
+
+
+# %%
+plain_number(np.int64(3)), plain_number(torch.tensor(0.5)), plain_number("linear")
+
+
+# %%
+#| exports
+def check_kept(
+    settings: Mapping[str, Any],  # by name, those of the backbone among them
+) -> None:
+    "Raise `TypeError` naming the first setting that would not come out of a file as it went in."
+    for name, value in settings.items():
+        try: same = json.loads(json.dumps(value, allow_nan=False)) == value
+        except (TypeError, ValueError): same = False
+        if not same: raise TypeError(f"{name} must be a number, a text, True, False or None, so that it can be saved, got {value!r}")
 
 
 # %%
@@ -1218,6 +1268,7 @@ def check_arguments(
     "Raise `TypeError` or `ValueError` naming the argument of training that can't be; those of the model are the backbone's to check."
     for name in ("max_epochs", "patience", "batch_size"): check_count(name, settings[name])
     check_count("seed", settings["seed"], 0)
+    if settings["seed"] >= 2**32: raise ValueError(f"seed must be below 2³², got {settings['seed']}")
     check_positive("lr", settings["lr"])
     if settings["precision_lr"] is not None: check_positive("precision_lr", settings["precision_lr"])
     if settings["negatives"] is not None: check_count("negatives", settings["negatives"])
@@ -1231,12 +1282,15 @@ def check_saved(
     meta: Mapping[str, Any],  # from a file
 ) -> None:
     "Raise `ValueError` unless a file's settings are those that `Recommender.save` writes, no more and no less."
-    wanted = {"settings": inspect.signature(Recommender).parameters, "columns": ("user", "item", "timestamp", "position"), "library": (), "report": ("protocol", "validation")}
+    wanted: dict[str, Iterable[str]] = {"settings": inspect.signature(Recommender).parameters, "columns": ("user", "item", "timestamp", "position"), "library": (), "report": ("protocol", "validation")}
+    if unknown := sorted(set(meta) - {*wanted, "kind", "version"}): raise ValueError(f"it holds {unknown}, which this library does not know")
     for name, keys in wanted.items():
         if name not in meta: raise ValueError(f"it has no {name!r}")
         if keys and not isinstance(meta[name], Mapping): raise ValueError(f"its {name} must be an object of JSON, not {type(meta[name]).__name__}")
         if missing := [k for k in keys if k not in meta[name]]: raise ValueError(f"its {name} lack {missing}")
-    if unknown := sorted(set(meta["settings"]) - set(wanted["settings"])): raise ValueError(f"its settings hold {unknown}, which this library does not know")
+    for name in ("settings", "columns"):
+        if unknown := sorted(set(meta[name]) - set(wanted[name])): raise ValueError(f"its {name} hold {unknown}, which this library does not know")
+    check_output_names(meta["columns"])
     check_option("library", meta["library"], LIBRARIES)
 
 
@@ -1263,6 +1317,54 @@ def history_tensors(
     return ids_to_tensors("user_ids", user_ids) | {f"histories.{name}": torch.from_numpy(values) for name, values in parts.items()}
 
 
+# %% [markdown]
+# What a file holds is looked at as a whole before it is used: a part that does not fit the others would be found much later, by an index out of bounds or not at all. This costs one pass over the numbers.
+
+
+# %%
+#| exports
+def check_tensors(
+    tensors: Mapping[str, Tensor],  # of a file
+    wanted: Mapping[str, tuple[torch.dtype, tuple[int | None, ...]]],  # type and shape of each; None: of any length
+) -> None:
+    "Raise `ValueError` naming the first tensor that is missing, too many, or of another type or shape."
+    if unknown := sorted(set(tensors) - set(wanted)): raise ValueError(f"it holds {unknown}, which do not belong there")
+    for name, (dtype, shape) in wanted.items():
+        if name not in tensors: raise ValueError(f"it has no {name!r}")
+        t = tensors[name]
+        if t.dtype != dtype or t.ndim != len(shape) or any(n not in (None, m) for n, m in zip(shape, t.shape, strict=True)):
+            raise ValueError(f"its {name} must be {dtype} of shape ({', '.join('any' if n is None else str(n) for n in shape)}), got {t.dtype} of shape {tuple(t.shape)}")
+
+
+# %%
+#| exports
+def check_within(
+    name: str,  # of the tensor
+    t: Shaped[Tensor, " n"],
+    low: int,
+    high: float = np.inf,
+) -> None:
+    "Raise `ValueError` for whole numbers outside of what is possible."
+    if len(t) and not (low <= int(t.min()) and int(t.max()) <= high): raise ValueError(f"its {name} must lie in {low} … {high}, got {int(t.min())} … {int(t.max())}")
+
+
+# %%
+#| exports
+def saved_known(
+    tensors: Mapping[str, Tensor],  # of a file
+    settings: Mapping[str, Any],  # of a `Recommender`
+) -> Known:
+    "The validation users of a file; `ValueError` naming the tensor that does not fit. Undefined sharpness stays, where seen items are filtered: somebody may have seen everything."
+    parts = {name: t for name, t in tensors.items() if name.startswith("known.")}
+    n = len(parts["known.ranks"]) if "known.ranks" in parts and parts["known.ranks"].ndim else 0
+    check_tensors(parts, {"known.ranks": (torch.int64, (n,)), "known.evidence": (torch.float64, (n, 1 + settings["bft"])), "known.repeated": (torch.bool, (n,))})
+    check_within("known.ranks", parts["known.ranks"], 1)
+    evidence = parts["known.evidence"]
+    finite = torch.isfinite(evidence) | (torch.tensor([settings["filter_seen"], False])[: evidence.shape[1]] & evidence.isnan())
+    if not finite.all(): raise ValueError(f"its known.evidence must be finite, got {evidence[~finite][0].item()}")
+    return Known(*(parts[f"known.{name}"].numpy() for name in Known._fields))
+
+
 # %%
 #| exports
 def saved_model(
@@ -1275,6 +1377,9 @@ def saved_model(
     weights = {n.removeprefix("model."): t for n, t in tensors.items() if n.startswith("model.")}
     for name, t in model.state_dict().items():
         if name not in weights or weights[name].shape != t.shape: raise ValueError(f"its settings ask for {name} of shape {tuple(t.shape)}, it holds {tuple(weights[name].shape) if name in weights else 'none'}")
+    check_tensors({n: t for n, t in tensors.items() if n.startswith("model.")}, {f"model.{name}": (t.dtype, tuple(t.shape)) for name, t in model.state_dict().items()})
+    for name, t in weights.items():
+        if t.is_floating_point(): check_finite(t, f"its model.{name}")
     model.load_state_dict(weights)
     return model
 
@@ -1286,10 +1391,46 @@ def saved_histories(
     settings: Mapping[str, Any],  # of a `Recommender`
     item_ids: Shaped[np.ndarray, " v"],
 ) -> tuple[Shaped[np.ndarray, " users"], Sequences]:  # empty where they were left out
-    "The fitted users and their histories; `KeyError` where the backbone reads times and the file holds none."
-    if "histories.items" not in tensors: return item_ids[:0], from_lengths(np.zeros(0, np.int64), np.zeros(0, np.int64))
-    parts = ("lengths", "items", "times") if reads_times(settings) else ("lengths", "items")
-    return ids_from_tensors("user_ids", tensors), from_lengths(*(tensors[f"histories.{name}"].numpy() for name in parts))
+    "The fitted users and their histories; `ValueError` naming the tensor that does not fit, or is missing where the backbone reads times."
+    parts = {name: t for name, t in tensors.items() if name.startswith(("histories.", "user_ids"))}
+    if not parts: return item_ids[:0], from_lengths(np.zeros(0, np.int64), np.zeros(0, np.int64))
+    users = saved_ids("user_ids", parts)
+    wanted = {"histories.lengths": (torch.int64, (None,)), "histories.items": (torch.int32, (None,))} | ({"histories.times": (torch.int64, (None,))} if reads_times(settings) else {})
+    check_tensors({name: t for name, t in parts.items() if name.startswith("histories.")}, wanted)
+    check_within("histories.items", parts["histories.items"], 1, len(item_ids))
+    check_within("histories.lengths", parts["histories.lengths"], 1, len(parts["histories.items"]))
+    if (n := len(parts["histories.lengths"])) != len(users): raise ValueError(f"its lengths must be those of its {len(users)} users, got {n}")
+    return users, from_lengths(*(parts[name].numpy() for name in wanted))
+
+
+# %%
+#| exports
+def saved_ids(
+    name: str,  # of the tensors
+    tensors: Mapping[str, Tensor],  # of a file
+) -> Shaped[np.ndarray, " n"]:
+    "Own ids of a file, at least one; `ValueError` naming the tensor that does not fit, or the first id that is there twice."
+    parts = {n: t for n, t in tensors.items() if n.startswith(name)}
+    check_tensors(parts, {name: (torch.int64, (None,))} if name in parts else {f"{name}.utf8": (torch.uint8, (None,)), f"{name}.ends": (torch.int64, (None,))})
+    if name not in parts: check_ends(name, parts[f"{name}.ends"], parts[f"{name}.utf8"])
+    try: ids = ids_from_tensors(name, parts)
+    except UnicodeDecodeError as e: raise ValueError(f"its {name}.utf8 is no text in UTF-8: {e}") from e
+    distinct, count = np.unique(ids, return_counts=True)
+    if not len(ids): raise ValueError(f"its {name} are empty")
+    if (count > 1).any(): raise ValueError(f"its {name} hold {distinct[count > 1][0].item()!r} twice")
+    return ids
+
+
+# %%
+#| exports
+def check_ends(
+    name: str,  # of the ids
+    ends: Int[Tensor, " n"],  # where each id ends in the text
+    text: UInt8[Tensor, " bytes"],
+) -> None:
+    "Raise `ValueError` unless the ids cover the whole text, one after the other, and none has a null character."
+    if not len(ends) or int(ends[0]) < 0 or int(ends[-1]) != len(text) or bool((ends[1:] < ends[:-1]).any()): raise ValueError(f"its {name}.ends must rise to {len(text)}, the length of its {name}.utf8")
+    if len(text) and not int(text.min()): raise ValueError(f"its {name}.utf8 holds a null character")
 
 
 # %%
@@ -1318,12 +1459,14 @@ class Recommender:
         device: str = "auto",  # "auto", "cpu", "cuda", "mps"
         **options,  # further arguments of the backbone: d, n_layers, dropout, precision, time_buckets (of HSTU), …; dropout, and the masks of BERT4Rec, as `STUDIED`
     ):
-        self.settings: dict[str, Any] = with_defaults(dict(
+        said = dict(
             backbone=backbone, bft=bft, filter_seen=filter_seen, max_length=max_length, max_epochs=max_epochs, patience=patience, batch_size=batch_size,
-            lr=lr, schedule=schedule, precision_lr=precision_lr, negatives=negatives, refit=refit, seed=seed, device=device, options=options,
-        ))  # fmt: skip
+            lr=lr, schedule=schedule, precision_lr=precision_lr, negatives=negatives, refit=refit, seed=seed, device=device,
+        )  # fmt: skip
+        self.settings: dict[str, Any] = with_defaults({name: plain_number(value) for name, value in said.items()} | {"options": {name: plain_number(value) for name, value in options.items()}})
         check_arguments(self.settings)
         build(backbone, 1, model_arguments(self.settings))
+        check_kept({name: value for name, value in self.settings.items() if name != "options"} | self.settings["options"])
         self.model: Any = None
         self._asked: tuple[Any, ...] = ()  # model, question and answer of the last validation among other items
 
@@ -1345,13 +1488,15 @@ class Recommender:
         position: str | None = None,  # column to order by; neither: the order of the file
         progress: bool = False,
     ) -> "Recommender":
-        "Train on all but the last item of each user with three or more, choose the epoch and calibrate on those last ones; see `learn`. Raises as `bft_nb.interactions.from_frame` and `as_read`."
+        "Train on all but the last item of each user with three or more, choose the epoch and calibrate on those last ones; see `learn`. Raises as `bft_nb.interactions.from_frame`, `check_output_names` and `as_read`."
+        names: dict[str, Any] = {"user": user, "item": item, "timestamp": timestamp, "position": position}
+        check_output_names(names)
         library = library_of(frame)
         data, duplicates = without_duplicates(from_frame(frame, user, item, timestamp, position))
         data = as_read(data, self.settings)
         self.model, self.known, self.report = learn(data, self.settings, duplicates, progress)
         self.library = library
-        self.columns: dict[str, Any] = {"user": user, "item": item, "timestamp": timestamp, "position": position}
+        self.columns = names
         self.item_ids, self.user_ids, self.histories = data.item_ids, data.user_ids, data.timed
         return self
 
@@ -1435,6 +1580,7 @@ class Recommender:
     def save(self, path: str | Path, histories: bool = True) -> Path:  # False: leave out who the fitted users are and what they chose
         "Write one safetensors file with JSON in its header, whole or not at all; `OSError` naming the reason, with an earlier file untouched."
         self._check_fitted()
+        check_flag("histories", histories)
         tensors = state_tensors(self.model, self.item_ids, self.known) | (history_tensors(self.user_ids, self.histories) if histories else {})
         meta = {"settings": self.settings, "columns": self.columns, "library": self.library, "report": self.report}
         return write_archive(path, tensors, meta, "recommender", FORMAT)
@@ -1446,16 +1592,17 @@ class Recommender:
         tensors, meta = read_archive(path, "recommender", FORMAT)
         try:
             check_saved(meta)
+            if unknown := sorted(n for n in tensors if not n.startswith(PARTS)): raise ValueError(f"it holds {unknown}, which do not belong there")
             return cls._restored(tensors, meta, device, place)
-        except (KeyError, RuntimeError, TypeError, ValueError) as e: raise ValueError(f"{str(path)!r} does not hold what save writes: {e}") from e
+        except (LookupError, RuntimeError, TypeError, ValueError) as e: raise ValueError(f"{str(path)!r} does not hold what save writes: {e}") from e
 
     @classmethod
     def _restored(cls, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], device: str, place: torch.device) -> "Recommender":
         "A recommender from the parts of a file."
         s = meta["settings"]
         made = cls(**{k: v for k, v in s.items() if k not in ("options", "device")}, device=device, **s["options"])
-        made.item_ids, made.columns, made.library, made.report = ids_from_tensors("item_ids", tensors), meta["columns"], meta["library"], meta["report"]
-        made.known = Known(*(tensors[f"known.{name}"].numpy() for name in Known._fields))
+        made.item_ids, made.columns, made.library, made.report = saved_ids("item_ids", tensors), meta["columns"], meta["library"], meta["report"]
+        made.known = saved_known(tensors, made.settings)
         made.model = saved_model(tensors, made.settings, len(made.item_ids)).to(place).eval()
         made.user_ids, made.histories = saved_histories(tensors, made.settings, made.item_ids)
         return made
@@ -1476,6 +1623,7 @@ class Recommender:
         self._check_fitted()
         framed = nw.dependencies.is_into_dataframe(history)
         if user is None and (history is None or framed): raise ValueError("explain needs a user, or a history that is a list of items")
+        if isinstance(history, Mapping): raise TypeError("history must be a list of items, oldest first, or a frame, got a mapping: give the items of one user")
         if history is None: return history_of(user, self.user_ids, self.histories)
         given = history if framed else {"" if user is None else user: history}
         users, sequences, _ = given_histories(given, self.columns, self.settings, self.item_ids, unknown)
@@ -1777,6 +1925,7 @@ pd.DataFrame({
 
 # %%
 test_fail(lambda: Recommender().fit(past, user="reader", item="title"), contains="missing columns ['title']")
+test_fail(lambda: Recommender().fit(past, user="reader", item="rank"), contains="item can't be the column 'rank': recommendations have a rank of their own")
 test_fail(lambda: Recommender(backbone="gru"), contains="got 'gru'")
 test_fail(lambda: recommender.recommend({"Ida": [3]}), contains="ids are integers (as 3), but were strings")
 test_fail(lambda: recommender.recommend({"Ida": ["b3"]}, k=1000), contains="number of items, 201, got 1000")
