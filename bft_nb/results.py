@@ -38,7 +38,7 @@ def canonical(params: Mapping[str, Any] | str, name: str = "params") -> str:
     try:
         value = json.loads(params) if isinstance(params, str) else dict(params)
         text = json.dumps(value, sort_keys=True, allow_nan=False)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{name} must be a JSON object, got {params!r}") from error
     if not isinstance(value, dict):
         raise ValueError(f"{name} must be a JSON object, got {params!r}")
