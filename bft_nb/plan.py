@@ -211,7 +211,6 @@ def check_recommendation(p: Mapping[str, Any]) -> None:
     from bft_nb.backbones import BACKBONES
     from bft_nb.core import check_count, check_option, check_positive
     from bft_nb.qa import check_share
-    from bft_nb.training import resolve_device
 
     check_option("backbone", p["backbone"], BACKBONES)
     for name in ("epochs", "batch_size", "sequences", "rounds", "recbole_batch", "max_length", "d"):
@@ -225,9 +224,20 @@ def check_recommendation(p: Mapping[str, Any]) -> None:
     if p.get("seed", 0) >= 2**32:
         raise ValueError(f"seed must be below 2³², got {p['seed']}")
     check_option("dtype", p.get("dtype", "float32"), ("float32", "bfloat16"))
-    resolve_device(p.get("device", "auto"))
+    check_option("device", p.get("device", "auto"), ("auto", "cpu", "cuda", "mps"))
     if p.get("store") and p["dataset"] == "synthetic":
         raise ValueError("rows of the synthetic world are not stored: choose a real data set, or store=false")
+
+
+def device_lines(device: str) -> list[Line]:
+    "Nothing, unless this machine has no such device."
+    from bft_nb.training import resolve_device
+
+    try:
+        resolve_device(device)
+    except ValueError as e:
+        return [Line("device", str(e), True)]
+    return []
 
 
 def recommendation(p: Mapping[str, Any]) -> list[Line]:
@@ -249,7 +259,7 @@ def recommendation(p: Mapping[str, Any]) -> list[Line]:
     build: Any = BACKBONES[p["backbone"]]
     model = build(entry.items, **own, **options)
     n, items = sum(x.numel() for x in model.parameters()), model.item_embedding.weight.numel()
-    return [data, Line("parameters", f"{n:,}, {items:,} of them the items' embeddings; {size(16 * n)} with gradients and optimiser states")]
+    return [data, *device_lines(p.get("device", "auto")), Line("parameters", f"{n:,}, {items:,} of them the items' embeddings; {size(16 * n)} with gradients and optimiser states")]
 
 
 def lines(p: Mapping[str, Any]) -> list[Line]:

@@ -129,8 +129,9 @@ def loaded(a: argparse.Namespace) -> Any:
 
 
 def columns(a: argparse.Namespace, known: Mapping[str, Any]) -> dict[str, Any]:
-    "Names of the columns: those of the command, else those that are known; an empty one is none."
-    return {name: (known[name] if getattr(a, name) is None else getattr(a, name)) or None for name in COLUMNS}
+    "Names of the columns: those of the command, else those that are known; an empty one to order by is none."
+    named = {name: known[name] if getattr(a, name) is None else getattr(a, name) for name in COLUMNS}
+    return {name: None if value == "" and COLUMNS[name] is None else value for name, value in named.items()}
 
 
 def said(names: Mapping[str, Any]) -> str:
@@ -149,7 +150,7 @@ def read(path: str, a: argparse.Namespace) -> Any:
     if not file.is_file():
         raise FileNotFoundError(f"no file {path!r}: give the path of a CSV or Parquet file")
     try:
-        return read_table(file, [name for name in (a.user, a.item) if name])
+        return read_table(file, [a.user, a.item])
     except (pa.ArrowException, OSError, UnicodeError) as e:
         why = next(iter(str(e).strip().splitlines()), type(e).__name__)
         raise ValueError(f"{path} cannot be read: {hint(file) or why}") from e

@@ -131,13 +131,19 @@ def test_what_the_run_refuses_is_refused(bare, capsys):
     ("seed", "-1", "seed must be at least 0"),
     ("seed", str(10**20), "seed must be below 2³²"),
     ("dtype", "int8", "dtype must be one of"),
-    ("device", "gpu", 'device must be "auto"'),
+    ("device", "gpu", "device must be one of 'auto', 'cpu', 'cuda', 'mps', got 'gpu'"),
     ("store", "true", "rows of the synthetic world are not stored"),
     ("backbone", "gru", "got 'gru'"),
 ])  # fmt: skip
 def test_what_no_recommender_can_be_trained_with_is_refused_by_name(bare, capsys, name, value, says):
     status, out, err = dry(capsys, "recommendation", bare, **{name: value})
     assert status == 2 and not out and says in err and err.startswith("bft run: ")
+
+
+def test_a_device_that_this_machine_has_not_is_missing(bare, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    status, out, _ = dry(capsys, "recommendation", bare, device="cuda")
+    assert status == 1 and "device 'cuda' is not available on this machine" in out and "1 missing" in out
 
 
 def test_what_a_page_does_not_say_is_not_asked_for(bare):

@@ -103,6 +103,10 @@ def test_a_file_that_cannot_be_used_is_named_before_the_training(here, capsys, u
     assert says in err and err.count("\n") == 1
 
 
+def test_ids_need_a_column(here, capsys, untrained):
+    assert recommend("in.csv", "-o", "out.csv", "--user", "", *FAST) == 2 and "in.csv: missing columns ['']" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("seed", "status"), [(2**32 - 1, 0), (2**32, 2), (10**20, 2), (-1, 2)])
 def test_a_seed_beyond_the_generators_is_refused_by_name(here, capsys, seed, status):
     assert recommend("in.csv", "-o", "out.csv", "--seed", seed, *FAST) == status
