@@ -5,6 +5,7 @@ and returns an exit status. Exit status: 0 done, 1 a notebook or a download fail
 """
 
 import argparse
+import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -36,8 +37,11 @@ def _run_arguments(p: argparse.ArgumentParser) -> None:
 
 
 def _typed(name: str, text: str, allowed: dict) -> object:
-    "The value as JSON or YAML; as the text it is where the default is text (a data set may be called 1m)."
-    return text if isinstance(allowed.get(name), str) else runner.parse_value(text)
+    "The value as JSON or YAML; as the text it is where the default is text (a data set may be called 1m). `ValueError` naming a parameter that cannot be read."
+    try:
+        return text if isinstance(allowed.get(name), str) else runner.parse_value(text)
+    except ValueError as e:
+        raise ValueError(f"parameter {name!r}: {e}") from None
 
 
 def _run(a: argparse.Namespace) -> int:
@@ -78,16 +82,21 @@ def _executor(a: argparse.Namespace) -> Callable[[], sweeps.Executor]:
     if a.ray is not None:
         if a.jobs is not None:
             raise ValueError("-j is for one machine; with --ray, --cpus and --gpus decide how many run at a time")
+        for name, share in (("--gpus", a.gpus), ("--cpus", a.cpus)):
+            if share is not None and not 0 <= share < math.inf:
+                raise ValueError(f"{name} must be 0 or more, got {share}")
         return lambda: sweeps.OnRay(a.ray, gpus=a.gpus or 0, cpus=1 if a.cpus is None else a.cpus)
     if a.gpus is not None or a.cpus is not None:
         raise ValueError("--gpus and --cpus need --ray; without it runs share this machine")
     jobs = 1 if a.jobs is None else a.jobs
+    sweeps.check_workers(jobs)
     # the runs share the cores: without this each would start as many threads as there are cores
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // max(1, jobs))))
     return lambda: sweeps.Local(jobs)
 
 
 def _sweep(a: argparse.Namespace) -> int:
+    sweeps.check_limit(a.limit)
     start, planned = _executor(a), sweeps.plans(a.grid, a.out)
     if a.dry_run:
         states = sweeps.states(planned)

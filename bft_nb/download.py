@@ -4,7 +4,9 @@ import errno
 import hashlib
 import http.client
 import os
+import secrets
 import shutil
+import stat
 import time
 import urllib.request
 import zipfile
@@ -83,18 +85,33 @@ def to_disk(path: Path) -> None:
     with open(path, "r+b") as f: os.fsync(f.fileno())
 
 
+def beside(path: Path, suffix: str = ".part") -> Path:
+    "A new, empty, hidden file in the folder of `path`: as private as that is while it is written, by the umask where there is none yet."
+    mode = stat.S_IMODE(path.stat().st_mode) & 0o666 | 0o600 if path.exists() else 0o666  # of which the system takes the umask
+    while True:
+        part = path.with_name(f".{path.name}.{secrets.token_hex(4)}{suffix}")
+        with suppress(FileExistsError):
+            os.close(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode))
+            return part
+
+
+def put_in_place(part: Path, path: Path) -> None:
+    "Put a file in the place of another, whose mode it takes over; a new one keeps its own."
+    with suppress(FileNotFoundError): part.chmod(stat.S_IMODE(path.stat().st_mode))
+    part.replace(path)
+
+
 @contextmanager
 def written(path: Path) -> Iterator[Path]:
-    "A temporary path beside `path` (beside the file it links to) that takes its place on success and vanishes on any failure; `OSError` unless that is a regular file, or none yet."
+    "A temporary path beside `path` (beside the file it links to) that takes its place on success and vanishes on any failure. What was there keeps its mode, a new file has that of the umask. `OSError` unless that is a regular file, or none yet."
     path = destination(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     sweep(path.parent, f".{path.name}.*.part")
-    with NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", suffix=".part", delete=False) as f: part = Path(f.name)
+    part = beside(path)
     try:
         yield part
-        part.chmod(0o644)  # temporary files are for their owner alone
         to_disk(part)
-        os.replace(part, path)
+        put_in_place(part, path)
     finally:
         part.unlink(missing_ok=True)
 

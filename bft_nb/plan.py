@@ -15,11 +15,12 @@ from bft_nb import runner
 from bft_nb.download import Source, cache_dir, data_dir
 from bft_nb.models import KNOWN, PACKAGED, TINY, check_folder, configuration, is_fetched, own_place, require, title
 from bft_nb.qa_settings import ANSWER, ROWS, check_settings
-from bft_nb.results import model_name
+from bft_nb.results import canonical, model_name
 
 __all__ = ["KNOWN", "Line", "Memory", "configuration", "lines", "memory", "report"]
 
 PAGE = {"model", "method", "data", "adapter", "dtype", "seed", "steps", "batch_size", "lr", "precision_lr", "max_length", "store"}  # parameters of a page that trains a language model
+OWN = ("d", "dropout", "max_length", "bft")  # arguments of a recommender's model that are parameters of a page, or made of them
 
 
 class Line(NamedTuple):
@@ -205,23 +206,60 @@ def language(p: Mapping[str, Any]) -> list[Line]:
     return found
 
 
-def recommendation(p: Mapping[str, Any]) -> list[Line]:
-    "The report on a notebook that trains a recommender."
+def check_recommendation(p: Mapping[str, Any]) -> None:
+    "Raise `ValueError` or `TypeError` for a setting that no recommender can be trained with; a page need not have all of them."
     from bft_nb.backbones import BACKBONES
-    from bft_nb.core import check_option
-    from bft_nb.interactions import dataset
+    from bft_nb.core import check_count, check_option, check_positive
+    from bft_nb.qa import check_share
 
     check_option("backbone", p["backbone"], BACKBONES)
+    for name in ("epochs", "batch_size", "sequences", "rounds", "recbole_batch", "max_length", "d"):
+        check_count(name, p.get(name, 1))
+    for name in ("seed", "negatives"):
+        check_count(name, p.get(name, 0), 0)
+    check_positive("lr", p.get("lr", 1))
+    check_positive("precision_lr", p.get("precision_lr", 0), zero=True)
+    for name in ("thin", "dropout"):
+        check_share(name, p.get(name, 0))
+    if p.get("seed", 0) >= 2**32:
+        raise ValueError(f"seed must be below 2³², got {p['seed']}")
+    check_option("dtype", p.get("dtype", "float32"), ("float32", "bfloat16"))
+    check_option("device", p.get("device", "auto"), ("auto", "cpu", "cuda", "mps"))
+    if p.get("store") and p["dataset"] == "synthetic":
+        raise ValueError("rows of the synthetic world are not stored: choose a real data set, or store=false")
+
+
+def device_lines(device: str) -> list[Line]:
+    "Nothing, unless this machine has no such device."
+    from bft_nb.training import resolve_device
+
+    try:
+        resolve_device(device)
+    except ValueError as e:
+        return [Line("device", str(e), True)]
+    return []
+
+
+def recommendation(p: Mapping[str, Any]) -> list[Line]:
+    "The report on a notebook that trains a recommender; raises as `check_recommendation`, and for arguments that its model does not take."
+    from bft_nb.backbones import BACKBONES
+    from bft_nb.interactions import dataset
+
+    p = {name: value for name, value in p.items() if value is not None and value is not ...}  # what is said
+    check_recommendation(p)
     entry = dataset(p["dataset"])
     data = Line("data", "synthetic: made on the spot")
     if entry.name != "synthetic":
         files = [*(f"{entry.name}{end}.parquet" for end in ("", "_ts")), *([s.filename for s in entry.files] or [entry.own_copy])]
         data = located(entry.title, files, "rec", entry.files[0] if entry.files else None)
-    options = {k: v for k, v in json.loads(p.get("options", "{}")).items() if k != "precision_init"}
+    options = {k: v for k, v in json.loads(canonical(p.get("options", "{}"), "options")).items() if k != "precision_init"}
+    own = {name: p[name] for name in OWN if name in p}
+    if twice := sorted(options.keys() & {"n_items", *OWN}):
+        raise ValueError(f"options must not hold {twice[0]!r}, which the page gives to the model itself, got {p['options']!r}")
     build: Any = BACKBONES[p["backbone"]]
-    model = build(entry.items, d=p.get("d", 64), bft=bool(p.get("bft")), **options)
+    model = build(entry.items, **own, **options)
     n, items = sum(x.numel() for x in model.parameters()), model.item_embedding.weight.numel()
-    return [data, Line("parameters", f"{n:,}, {items:,} of them the items' embeddings; {size(16 * n)} with gradients and optimiser states")]
+    return [data, *device_lines(p.get("device", "auto")), Line("parameters", f"{n:,}, {items:,} of them the items' embeddings; {size(16 * n)} with gradients and optimiser states")]
 
 
 def lines(p: Mapping[str, Any]) -> list[Line]:

@@ -12,7 +12,6 @@ import math
 import os
 import re
 import subprocess
-import tempfile
 import warnings
 import zipfile
 import zlib
@@ -26,7 +25,7 @@ import numpy as np
 from filelock import FileLock
 
 from bft_nb import __version__
-from bft_nb.download import destination, sweep
+from bft_nb.download import beside, destination, put_in_place, sweep
 
 COLUMNS = ("exp", "dataset", "model", "params", "seed", "split", "metric", "value", "n", "seconds", "device", "commit", "utc")
 KEY = ("exp", "dataset", "model", "params", "seed")
@@ -39,7 +38,7 @@ def canonical(params: Mapping[str, Any] | str, name: str = "params") -> str:
     try:
         value = json.loads(params) if isinstance(params, str) else dict(params)
         text = json.dumps(value, sort_keys=True, allow_nan=False)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{name} must be a JSON object, got {params!r}") from error
     if not isinstance(value, dict):
         raise ValueError(f"{name} must be a JSON object, got {params!r}")
@@ -131,13 +130,10 @@ def _replacing(path: Path) -> Iterator[Path]:
     path = destination(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     sweep(path.parent, f".{path.name}.?*{path.suffix}")
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=path.suffix, dir=path.parent)
-    os.close(handle)
-    temporary = Path(name)
+    temporary = beside(path, path.suffix)
     try:
         yield temporary
-        temporary.chmod(0o644)
-        temporary.replace(path)
+        put_in_place(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -16,6 +16,7 @@ import json
 import math
 import os
 import re
+import reprlib
 import signal
 import subprocess
 import sys
@@ -32,6 +33,7 @@ __all__ = [
 
 KERNEL = "python3"
 RAISED, BUSY, KEPT, STORED = 3, 75, 76, 77  # exit statuses of the child: a cell raised, someone else is at it, someone else has done it, its rows are stored
+DEEPEST, MOST = 20, 10_000  # lists within lists of a parameter; values in one level of them
 STATUS = {0: "done", BUSY: "busy", KEPT: "kept", STORED: "stored"}
 
 
@@ -107,17 +109,49 @@ def find_notebook(notebook: str | Path, root: Path | None = None) -> Path:
 
 
 def parse_value(text: str) -> Any:
-    "A parameter as typed: JSON (`1e-3`, `true`, `[1, 2]`), else YAML, else the text itself."
+    "A parameter as typed: JSON (`1e-3`, `true`, `[1, 2]`), else YAML, else the text itself; `ValueError` for lists within lists beyond what can be read."
     try:
         return json.loads(text)
-    except json.JSONDecodeError:
+    except RecursionError:
+        raise ValueError(f"lists within lists beyond what can be read: {shown(text)}") from None
+    except ValueError:  # not JSON, or an integer of thousands of digits
         pass
     try:
         import yaml
 
         return yaml.safe_load(text)
+    except RecursionError:
+        raise ValueError(f"lists within lists beyond what can be read: {shown(text)}") from None
     except Exception:  # no PyYAML, or not YAML: a plain string
         return text
+
+
+def shown(value: Any) -> str:
+    "A value for a message, long and deep ones cut."
+    brief = reprlib.Repr()
+    brief.maxlevel, brief.maxstring, brief.maxother, brief.maxlong = 3, 200, 200, 200
+    text = brief.repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}…"
+
+
+def is_plain(value: Any) -> bool:
+    "Can a notebook be given this: text, a number, true, false, null, or lists and mappings (whose names are text) of these, `DEEPEST` deep at most?"
+    level = [value]
+    for _ in range(DEEPEST):
+        within: list[Any] = []
+        for v in level:
+            if isinstance(v, dict) and all(isinstance(name, str) for name in v):
+                within += v.values()
+            elif isinstance(v, list | tuple):
+                within += v
+            elif not isinstance(v, str | int | float | None):
+                return False
+        if not within:
+            return True
+        if len(within) > MOST:  # YAML writes a list of itself, or one of billions, in a line
+            return False
+        level = within
+    return False
 
 
 def _need_papermill() -> None:
@@ -168,12 +202,14 @@ def check_names(names: Iterable[str], allowed: Mapping[str, Any]) -> None:
 
 
 def check_parameters(given: Mapping[str, Any], allowed: Mapping[str, Any]) -> None:
-    "`ValueError` for a name the notebook does not have, `TypeError` for a value of another kind than its default."
+    "`ValueError` for a name the notebook does not have, `TypeError` for a value of another kind than its default, or that is not `is_plain`."
     check_names(given, allowed)
     for name, value in given.items():
         if not _fits(value, allowed[name]):
             kind = type(allowed[name]).__name__
-            raise TypeError(f"parameter {name!r} must be of type {kind} like its default {allowed[name]!r}, got {value!r} ({type(value).__name__})")
+            raise TypeError(f"parameter {name!r} must be of type {kind} like its default {allowed[name]!r}, got {shown(value)} ({type(value).__name__})")
+        if not is_plain(value):
+            raise TypeError(f"parameter {name!r} must be text, a number, true, false, null, or lists or mappings from text of these, at most {DEEPEST} deep and with {MOST:,} values, got {shown(value)}")
 
 
 def output_name(stem: str, parameters: Mapping[str, Any] | None = None) -> str:

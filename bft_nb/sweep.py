@@ -56,23 +56,32 @@ def _naming(where: object) -> Iterator[None]:
 
 def _no_key_twice(node: Any) -> None:
     "YAML keeps the last of two equal keys and says nothing; `ValueError` naming the line."
-    pairs = node.value if node is not None and node.id == "mapping" else []
-    seen: set[str] = set()
-    for key, _ in pairs:
-        if str(key.value) in seen:
-            raise ValueError(f"line {key.start_mark.line + 1}: {key.value!r} is given twice")
-        seen.add(str(key.value))
-    for child in [value for _, value in pairs] or (node.value if node is not None and node.id == "sequence" else []):
-        _no_key_twice(child)
+    todo, met = [node], set()
+    while todo:
+        node = todo.pop()
+        if node is None or id(node) in met or node.id == "scalar":
+            continue
+        met.add(id(node))  # a node may be within itself
+        pairs = node.value if node.id == "mapping" else []
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if str(key.value) in seen:
+                raise ValueError(f"line {key.start_mark.line + 1}: {key.value!r} is given twice")
+            seen.add(str(key.value))
+        todo += reversed([value for _, value in pairs] or node.value)
 
 
 def _yaml(text: bytes) -> Any:
-    "The content of a YAML text; `ValueError` naming the line it cannot be read from."
+    "The content of a YAML text; `ValueError` naming the line it cannot be read from, where that is known."
     import yaml
 
     try:
         _no_key_twice(yaml.compose(text, Loader=yaml.SafeLoader))
         return yaml.safe_load(text)
+    except RecursionError:
+        raise ValueError("lists within lists beyond what can be read") from None
+    except (AttributeError, LookupError) as e:  # of a tag whose value it is not: `!!bool maybe`
+        raise ValueError(f"a tag (!!) stands before a value that is not of its kind: {type(e).__name__}: {e}") from None
     except yaml.YAMLError as e:
         mark = getattr(e, "problem_mark", None)
         why = getattr(e, "problem", None) or str(e).splitlines()[0]
@@ -97,7 +106,7 @@ def read_grid(path: str | Path) -> dict[str, Any]:
 
 
 def _typed(value: Any, default: Any) -> Any:
-    "The value as `bft run` reads it: YAML takes 1e-3 for text."
+    "The value as `bft run` reads it: YAML takes 1e-3 for text; `ValueError` as `runner.parse_value`."
     return runner.parse_value(value) if isinstance(value, str) and not isinstance(default, str) else value
 
 
@@ -105,11 +114,6 @@ def _checked(given: Mapping[str, Any], allowed: Mapping[str, Any]) -> dict[str, 
     "Parameters of the notebook, with its types; `ValueError` or `TypeError` naming the one that is not."
     made = {str(name): _typed(value, allowed.get(name)) for name, value in given.items()}
     runner.check_parameters(made, allowed)
-    for name, value in made.items():
-        try:
-            json.dumps(value)
-        except TypeError:
-            raise TypeError(f"parameter {name!r} must be text, a number, true, false, null or a list of these, got {value!r}") from None
     return made
 
 
@@ -205,12 +209,17 @@ class Executor(Protocol):
         "Drop what has not begun, end what runs and wait until it has ended."
 
 
+def check_workers(workers: int) -> None:
+    "`ValueError` for a number of runs at a time below one."
+    if workers < 1:
+        raise ValueError(f"the number of runs at a time must be at least 1, got {workers}")
+
+
 class Local:
     "Threads of this process, each waiting for one child process."
 
     def __init__(self, workers: int = 1):
-        if workers < 1:
-            raise ValueError(f"the number of runs at a time must be at least 1, got {workers}")
+        check_workers(workers)
         self.pool, self.stop = ThreadPoolExecutor(workers), Event()
 
     def submit(self, plan: Plan, retry: bool) -> Future:
@@ -320,6 +329,12 @@ def _shown(ended: Iterator[tuple[Plan, Outcome]], before: int, total: int) -> li
     return found
 
 
+def check_limit(limit: int | None) -> None:
+    "`ValueError` for a number of cells below one."
+    if limit is not None and limit < 1:
+        raise ValueError(f"limit must be at least 1, got {limit}")
+
+
 def sweep(
     planned: Sequence[Plan],
     start: Callable[[], Executor],  # called if there is something to run; the executor is closed at the end, whatever happens
@@ -331,8 +346,7 @@ def sweep(
 
     A cell that fails does not keep the others from running. `ValueError` for a limit below one and for an executor that cannot be.
     """
-    if limit is not None and limit < 1:
-        raise ValueError(f"limit must be at least 1, got {limit}")
+    check_limit(limit)
     known = [(plan, earlier(plan, retry_failed)) for plan in planned]
     found = [(plan, outcome) for plan, outcome in known if outcome]
     todo = [plan for plan, outcome in known if not outcome][:limit]

@@ -5,6 +5,8 @@ import gzip
 import hashlib
 import http.server
 import json
+import os
+import stat
 import subprocess
 import sys
 import threading
@@ -16,6 +18,7 @@ from helpers import ROOT
 from bft_nb import formats
 from bft_nb import interactions as I
 from bft_nb.download import DownloadError, Source, cache_dir, check_member, data_dir, fetch, md5_of, unzip, written
+from bft_nb.results import _replacing
 
 
 def leftovers(folder): return sorted(p.name for p in folder.rglob("*") if p.is_file()) if folder.exists() else []
@@ -355,3 +358,33 @@ def test_k_core_is_iterated():
     assert formats.k_core(chain, 1) == chain
 
 
+
+
+# ---- the mode of what is written ---------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(os.name == "nt", reason="modes of files")
+@pytest.mark.parametrize(("umask", "before", "after"), [(0o022, None, 0o644), (0o077, None, 0o600), (0o002, None, 0o664), (0o022, 0o600, 0o600), (0o077, 0o664, 0o664), (0o022, 0o400, 0o400), (0o022, 0o755, 0o755)])
+@pytest.mark.parametrize("how", ["written", "rows"])
+def test_what_is_written_is_as_private_as_what_was_there_or_as_the_umask_says(tmp_path, how, umask, before, after):
+    path = tmp_path / "x.csv"
+    old = os.umask(umask)
+    try:
+        if before is not None:
+            path.touch()
+            path.chmod(before)
+        with {"written": written, "rows": _replacing}[how](path) as part:
+            meanwhile = part.stat().st_mode
+            part.write_text("new")
+    finally:
+        os.umask(old)
+    assert stat.S_IMODE(path.stat().st_mode) == after and path.read_text() == "new" and leftovers(tmp_path) == ["x.csv"]
+    assert not meanwhile & 0o077 & ~after  # nor does anybody see it before it is whole
+
+
+def test_a_link_stays_one_and_the_file_it_leads_to_keeps_its_mode(tmp_path):
+    path, link = tmp_path / "x.txt", tmp_path / "link.txt"
+    path.touch(0o600)
+    link.symlink_to(path)
+    with written(link) as part: part.write_text("new")
+    assert link.is_symlink() and path.read_text() == "new" and stat.S_IMODE(path.stat().st_mode) == 0o600

@@ -112,6 +112,45 @@ def test_what_the_run_refuses_is_refused(bare, capsys):
         assert status == 2 and not out and says in err, says
 
 
+@pytest.mark.parametrize(("name", "value", "says"), [
+    ("options", "[1]", "options must be a JSON object, got '[1]'"),
+    ("options", "{bad", "options must be a JSON object, got '{bad'"),
+    ("options", "[" * 5000, "options must be a JSON object"),
+    ("options", '{"kalman": NaN}', "options must be a JSON object"),
+    ("options", '{"d": 8}', "options must not hold 'd'"),
+    ("options", '{"speed": 8}', "unknown option 'speed'"),
+    ("epochs", "-3", "epochs must be at least 1, got -3"),
+    ("epochs", "2024-01-01", "parameter 'epochs' must be of type int"),
+    ("lr", "NaN", "lr must be positive and finite, got nan"),
+    ("lr", "0", "lr must be positive and finite, got 0"),
+    ("precision_lr", ".inf", "precision_lr must be ≥ 0 and finite"),
+    ("dropout", "1.5", "dropout must"),
+    ("thin", "-0.1", "thin must"),
+    ("d", "0", "d must be at least 1"),
+    ("negatives", "-1", "negatives must be at least 0"),
+    ("seed", "-1", "seed must be at least 0"),
+    ("seed", str(10**20), "seed must be below 2³²"),
+    ("dtype", "int8", "dtype must be one of"),
+    ("device", "gpu", "device must be one of 'auto', 'cpu', 'cuda', 'mps', got 'gpu'"),
+    ("store", "true", "rows of the synthetic world are not stored"),
+    ("backbone", "gru", "got 'gru'"),
+])  # fmt: skip
+def test_what_no_recommender_can_be_trained_with_is_refused_by_name(bare, capsys, name, value, says):
+    status, out, err = dry(capsys, "recommendation", bare, **{name: value})
+    assert status == 2 and not out and says in err and err.startswith("bft run: ")
+
+
+def test_a_device_that_this_machine_has_not_is_missing(bare, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    status, out, _ = dry(capsys, "recommendation", bare, device="cuda")
+    assert status == 1 and "device 'cuda' is not available on this machine" in out and "1 missing" in out
+
+
+def test_what_a_page_does_not_say_is_not_asked_for(bare):
+    said = {"dataset": "synthetic", "backbone": "hstu", "epochs": ..., "precision_lr": None, "options": {"time_buckets": 8}}
+    assert [line.name for line in plan.recommendation(said)] == ["data", "parameters"]
+
+
 def test_a_model_that_is_a_path(bare, capsys, monkeypatch):
     where = bare / "m"
     status, out, _ = dry(capsys, "squad_noise", bare, model=where)

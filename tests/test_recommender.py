@@ -1147,7 +1147,7 @@ def test_command_reads_times(tmp_path, capsys):
         assert cli.main(["recommend", str(tmp_path / "new.csv"), "-o", out, "--model", model, "--timestamp", "t", "-k", "24", "--device", "cpu", "--quiet"]) == 0
         found.append(pd.read_csv(out).sort_values(["user", "item"]).score.to_numpy())
     assert np.abs(found[0] - found[1]).max() > 1e-5
-    assert cli.main(["recommend", str(tmp_path / "new.csv"), "-o", out, "--model", model, "--quiet"]) == 2
+    assert cli.main(["recommend", str(tmp_path / "new.csv"), "-o", out, "--model", model, "--timestamp", "", "--quiet"]) == 2
     assert "this backbone reads times, and there are none" in capsys.readouterr().err
 
 

@@ -84,6 +84,30 @@ def test_value_of_another_kind_is_refused(notebook, out, capsys, name, value, ki
     assert not out.exists()
 
 
+RECURSIVE: list = [1]
+RECURSIVE.append(RECURSIVE)
+LAUGHS = "[&a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1], " + ", ".join(f"&{new} [{', '.join([f'*{old}'] * 10)}]" for old, new in zip("abcdefgh", "bcdefghi")) + "]"
+
+
+@pytest.mark.parametrize("text", [
+    "2024-01-01", "2024-01-01T10:00:00", "{1: a, b: 2}", "{1: a}", "[{null: 1}]", "&a [1, *a]", "&a {b: *a}", "!!set {a, b}", "!!binary aGk=", "[" * 30 + "]" * 30, "[" * 5000, "[" * 300 + "]" * 300, '{"a":' * 5000, LAUGHS,
+], ids=lambda text: text[:12])  # fmt: skip
+def test_a_value_that_no_notebook_can_be_given_is_refused_by_name(notebook, out, capsys, text):
+    for more in ((), ("--dry-run",)):
+        assert bft(notebook, "-p", "limit", text, "--out", out, *more) == 2
+        err = capsys.readouterr().err
+        assert "parameter 'limit'" in err and len(err) < 600
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(("value", "plain"), [
+    (None, True), (1.5, True), ("x" * 10**6, True), ([[1, [None, "a"]], {"a": [True]}], True), ((1, 2), True), (list(range(10_000)), True), ([], True), ([[[]]], True),
+    (..., False), (b"", False), ([{1}], False), ({1: 2}, False), (RECURSIVE, False), (Path("a"), False),
+], ids=lambda value: f"{value}"[:12])  # fmt: skip
+def test_what_a_notebook_can_be_given(value, plain):
+    assert runner.is_plain(value) is plain
+
+
 def test_repeated_parameter_is_refused(notebook, capsys):
     assert bft(notebook, "-p", "seed", "1", "-p", "seed", "2") == 2
     assert "'seed' is given twice" in capsys.readouterr().err

@@ -66,7 +66,11 @@ def test_several_grids_are_put_together_and_no_cell_twice():
         ("grid: {bft: [1]}", TypeError, "grid: parameter 'bft' must be of type bool"),
         ("grid: {seed: 0}", TypeError, "grid: 'seed' must be a list of values, got 0"),
         ("grid: {seed: []}", ValueError, "grid: 'seed' has no values"),
-        ("grid: {limit: [2026-01-01]}", TypeError, "parameter 'limit' must be text, a number"),
+        ("grid: {limit: [2026-01-01]}", TypeError, "grid: parameter 'limit' must be text, a number"),
+        ("grid: {limit: &a [1, *a]}", TypeError, "grid: parameter 'limit' must be text, a number"),
+        ("grid: {limit: [{1: a, b: 2}]}", TypeError, "grid: parameter 'limit' must be text, a number"),
+        ("parameters: {limit: &a [*a]}\ngrid: {seed: [0]}", TypeError, "parameters: parameter 'limit' must be text, a number"),
+        ("grid: {seed: [0]}\nexclude: [{limit: &a {b: *a}}]", TypeError, "exclude: parameter 'limit' must be text, a number"),
         ("grid: {}", ValueError, "grid: names no parameter"),
         ("parameters: {seed: 0}", ValueError, "the grid is empty"),
         ("grid: {7: [0]}", ValueError, "grid: unknown parameter '7' (allowed: "),
@@ -97,6 +101,12 @@ def test_a_bad_grid_is_refused_by_name(text, error, said):
         ("", "a grid file holds the keys"),
         ("notebook: x\nparameters: {seed: !!python/object:os.system 0}\n", "line 2: "),
         (b"notebook: \xff\xfe", "not YAML"),
+        ("notebook: x\ngrid: {y: &a [1, *a]}\nfoo: 1\n", "unknown key 'foo'"),
+        ("notebook: x\ngrid: &a {y: *a}\nfoo: 1\n", "unknown key 'foo'"),
+        (f"notebook: x\ngrid: {{y: {'[' * 3000}{']' * 3000}}}\n", "lists within lists beyond what can be read"),
+        ("notebook: x\ngrid: {? [&a [*a]] : 1, ? [&b [*b]] : 2}\n", "grid.yaml: "),
+        ("notebook: x\ngrid: {y: [!!bool maybe]}\n", "a tag (!!) stands before a value that is not of its kind"),
+        ("notebook: x\ngrid: {y: [!!timestamp then]}\n", "a tag (!!) stands before a value"),
     ],
 )
 def test_an_unreadable_file_is_refused_by_line(tmp_path, capsys, text, said):
@@ -105,6 +115,18 @@ def test_an_unreadable_file_is_refused_by_line(tmp_path, capsys, text, said):
     assert cli.main(["sweep", str(path)]) == 2
     err = capsys.readouterr().err
     assert said in err and "grid.yaml" in err
+
+
+@pytest.mark.parametrize(("arguments", "says"), [
+    (["--limit", "0"], "limit must be at least 1, got 0"), (["--limit", "-1"], "limit must be at least 1, got -1"), (["-j", "0"], "at least 1, got 0"), (["-j", "-2"], "at least 1, got -2"),
+    (["--ray", "local", "--gpus", "-1"], "--gpus must be 0 or more, got -1"), (["--ray", "local", "--cpus", "nan"], "--cpus must be 0 or more, got nan"),
+])  # fmt: skip
+@pytest.mark.parametrize("more", [[], ["--dry-run"]], ids=["run", "dry run"])
+def test_a_number_of_runs_that_cannot_be_is_refused(tmp_path, capsys, arguments, says, more):
+    (tmp_path / "grid.yaml").write_text("notebook: recommendation\ngrid: {seed: [0]}")
+    assert cli.main(["sweep", str(tmp_path / "grid.yaml"), "--out", str(tmp_path), *arguments, *more]) == 2
+    said = capsys.readouterr()
+    assert says in said.err and not said.out
 
 
 def test_missing_file_and_missing_notebook(tmp_path, capsys):
