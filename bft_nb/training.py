@@ -7,11 +7,14 @@ same model, batches and optimiser (`python benchmarks/training.py`; one CPU thre
 length-bucketed batches of short histories (25 ms a step, the worst case here): less than ten percent, so no engine of our own.
 """
 
+import contextlib
 import hashlib
 import json
 import math
 import shutil
+import signal
 import tempfile
+import threading
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -469,12 +472,28 @@ def run_trainer(trainer: Any, checkpoint: str | None) -> None:
         raise FloatingPointError(f"training diverged after step {trainer.state.global_step}: {e}. Try a smaller lr or precision_lr") from e
 
 
+@contextlib.contextmanager
+def interrupted_later() -> Iterator[None]:
+    "A Ctrl-C meanwhile comes at the end: an import that is broken off leaves a half-imported package, and this process could not train again."
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    earlier = signal.signal(signal.SIGINT, lambda number, _: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, earlier or signal.default_int_handler)  # None: of another language than Python
+    if came:
+        signal.raise_signal(signal.SIGINT)
+
+
 def _trainer(model, split, folder: Path, place: torch.device, settings: dict[str, Any], eval_batch_size: int, progress: bool):
     "A trainer ready to run."
-    # importing transformers takes seconds, and only training needs it
-    from transformers import EarlyStoppingCallback, PrinterCallback, set_seed
+    with interrupted_later():  # importing transformers takes seconds, and only training needs it
+        from transformers import EarlyStoppingCallback, PrinterCallback, set_seed
 
-    from bft_nb._trainer import Every, OneDevice, Progress, RankingTrainer
+        from bft_nb._trainer import Every, OneDevice, Progress, RankingTrainer
 
     data = TrainingSequences(split.train, model)
     batches = data.batches(settings["batch_size"], settings["seed"])

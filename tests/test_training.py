@@ -3,8 +3,10 @@
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,8 +20,8 @@ from bft_nb.backbones import BACKBONES, SASRec
 from bft_nb.interactions import Examples, Sequences, Split, from_lengths
 from bft_nb.ranking import ndcg, ranks
 from bft_nb.training import (
-    IGNORE, LengthBatches, SequenceLoss, TrainingSequences, cross_entropy, draw_negatives, evaluate, fit, history_rows, model_inputs, pad_rows,
-    parameter_groups, resolve_device, sampled_softmax,
+    IGNORE, LengthBatches, SequenceLoss, TrainingSequences, cross_entropy, draw_negatives, evaluate, fit, history_rows, interrupted_later, model_inputs,
+    pad_rows, parameter_groups, resolve_device, sampled_softmax,
 )  # fmt: skip
 
 close = torch.testing.assert_close
@@ -423,6 +425,18 @@ def test_bad_split(split):
         fit(small(split), empty, **QUICK)
     with pytest.raises(ValueError, match="n_items"):
         fit(small(SimpleNamespace(n_items=9)), split, **QUICK)
+
+
+def test_an_interruption_waits_until_an_import_is_whole():
+    done = []
+    with pytest.raises(KeyboardInterrupt), interrupted_later():
+        signal.raise_signal(signal.SIGINT)
+        done.append("imported")
+    assert done == ["imported"] and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    with interrupted_later():
+        pass
+    with ThreadPoolExecutor(1) as pool:  # where signals are none of our business
+        assert pool.submit(lambda: interrupted_later().__enter__() is None).result()
 
 
 def test_devices():
