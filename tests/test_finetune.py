@@ -255,7 +255,8 @@ def test_what_a_filter_has_learnt_is_measured(questions):
     after = learnt(made.model, "bft", made.tokenizer, questions[:1])
     records = trace(made.model.eval(), input_ids=torch.tensor([prompt_ids(questions[0], made.tokenizer)]))
     wanted = [(r.gain.mean(), r.beta_g, r.beta_a, r.lam_bar.log().mean()) for r in records]
-    assert list(after.values()) == pytest.approx(np.mean([[float(x) for x in row] for row in wanted], 0)) and abs(after["beta_a"] - 0.25) > 0.01
+    assert list(after.values()) == pytest.approx(np.mean([[float(x) for x in row] for row in wanted], 0))
+    assert max(abs(float(beta_a) - 0.25) for _, _, beta_a, _ in wanted) > 0.01  # in some layer: over layers, steps of either sign cancel
 
 
 def test_a_model_that_is_loaded_already(questions):

@@ -91,7 +91,7 @@ pd.DataFrame({name: {at: at_settings(name, of) for at, of in choose(tried, model
 #| label: fig-mechanism
 #| fig-cap: "τ (left; HSTU's are flat) and the gain of layer 1 (right) by popularity of the item, SASRec solid, HSTU dashed, BERT4Rec dotted."
 #| code-fold: true
-fig, axes = plt.subplots(1, 2, figsize=(5.8, 2.1))
+fig, axes = plt.subplots(1, 2, figsize=(5.6, 2.0), dpi=100)
 for ax, quantity, unit in ((axes[0], "tau", "initial precision τ [h⁻²]"), (axes[1], "gain.layer1", "gain K, layer 1")):
     for (backbone, dataset), values in by_quarter(quantity).iterrows():
         style = {"sasrec": "-", "hstu": "--", "bert4rec": ":"}[backbone]
