@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from .core import Belief, at_hand, at_least_float32, check_finite, check_not_negative, check_precision
+from .core import Belief, at_hand, at_least_float32, check_not_negative, check_precision
 
 # %% ../nbs/12_kalman.ipynb #92cd1076
 def gain(
@@ -23,21 +23,27 @@ def gain(
 
 # %% ../nbs/12_kalman.ipynb #c06f2204
 def _check_update(prior: Belief, observation: Belief) -> None:
+    "Types and shapes."
     for belief in (prior, observation):
         if not isinstance(belief, Belief):
             raise TypeError(f"update takes two Beliefs, got {type(belief).__name__}")
     shapes = {tuple(x.shape) for x in (*prior, *observation)}
     if len(shapes) > 1:
         raise ValueError(f"prior and observation must have one shape, means and precisions alike, got {sorted(shapes)}")
-    check_not_negative(prior.precision, "prior precision")
-    check_not_negative(observation.precision, "observation precision")
-    if at_hand(prior.precision):
-        total = at_least_float32(prior.precision) + at_least_float32(observation.precision)
-        if total.numel() and not bool(total.amin() > 0):
-            raise ValueError("prior and observation must not both have precision 0: nothing would be known")
-        check_finite(total, "the sum of both precisions")
 
 # %% ../nbs/12_kalman.ipynb #95354c71
+def _check_precisions(prior: Tensor, observation: Tensor, total: Tensor) -> None:
+    "Values, on a CPU: neither negative, and their sum positive and finite."
+    check_not_negative(prior, "prior precision")
+    check_not_negative(observation, "observation precision")
+    if at_hand(total) and total.numel():
+        low, high = total.detach().aminmax()
+        if low == 0:
+            raise ValueError("prior and observation must not both have precision 0: nothing would be known")
+        if high == torch.inf:
+            raise ValueError("the sum of both precisions must be finite, got inf")
+
+# %% ../nbs/12_kalman.ipynb #699863ff
 def update(
     prior: Belief,  # h and λ
     observation: Belief,  # the innovation e = z − h and its precision λ_obs ≥ 0, where λ is zero above it
@@ -47,8 +53,10 @@ def update(
     `ValueError` if the four tensors do not have one shape or, on a CPU, if a precision is negative, infinite or NaN or both are zero."""
     _check_update(prior, observation)
     lam, lam_obs = at_least_float32(prior.precision), at_least_float32(observation.precision)
+    total = lam + lam_obs
+    _check_precisions(lam, lam_obs, total)
     moved = at_least_float32(prior.mean) + gain(lam, lam_obs) * at_least_float32(observation.mean)
-    return Belief(moved.to(prior.mean.dtype), lam + lam_obs)
+    return Belief(moved.to(prior.mean.dtype), total)
 
 # %% ../nbs/12_kalman.ipynb #38b2bda8
 def joseph_precision(
