@@ -299,6 +299,6 @@ layer.pivot_table(index=["model", "length"], columns="metric", values="value")[[
 # ### 7. Time, nearly; parameters, in a language model
 #
 # - **Parameters**: TinyLlama grows by .007 %. A recommender grows by 1.5 %, fifteen times the claim, because every item has a $\tau$ beside its 64 numbers (one $\tau$ for all does as well, [ablation](ablation.ipynb)).
-# - **Training time** of a recommender: SASRec's filter 1.1 to 1.4 times the plain layer's, BERT4Rec's 1.3, HSTU's 1.75.
+# - **Training time** of a recommender: SASRec's filter 1.1 to 1.3 times the plain layer's, BERT4Rec's 1.3, HSTU's 1.75.
 # - **One layer alone**, in its blocked form, needs twice the memory of torch's layer with fused attention at every length from 50 to 2,048: it grows in the same way but is not the same. A step of training takes 1.5 to 1.9 times the time, a forward pass 2.1 to 2.8 times; in a whole recommender the softmax over the items, which both layers pay for, dilutes that.
 # - No second forward pass hides in it: the matrix products are 1.2 to 1.7 times as many up to a length of 512, and at 2,048, where blocks that the mask forbids are skipped, fewer than without a fused kernel.
