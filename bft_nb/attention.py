@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .core import check_finite, check_flag, check_floating, check_option, check_positive, check_precision, wide_dtype
 from .kriging import kriging_mean, kriging_variance, kriging_weights
-from .reml import observation_variance, scatter
+from .reml import common_value, observation_variance, scatter
 
 # %% ../nbs/20_attention.ipynb #a91d09cc
 def visible_keys(
@@ -227,18 +227,20 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, lam_bar: Tensor, mask: Tensor
 # %% ../nbs/20_attention.ipynb #e6a5a99e
 def _check_shift(shift: Tensor, v: Tensor) -> None:
     "One shift for all keys: `ValueError` for another shape."
-    if shift.dim() > 4 or shift.dim() > 1 and shift.shape[-2] != 1 or any(s not in (1, n) for s, n in zip(reversed(shift.shape), (v.shape[3], 1, v.shape[1], v.shape[0]))):
-        raise ValueError(f"shift must be the same for all keys and broadcast to (b, h, 1, kv) = {(*v.shape[:2], 1, v.shape[3])}, got shape {tuple(shift.shape)}")
+    full = (*v.shape[:2], 1, v.shape[3])
+    try:
+        fits = torch.broadcast_shapes(shift.shape, full) == full
+    except RuntimeError:
+        fits = False
+    if not fits:
+        raise ValueError(f"shift must be the same for all keys and broadcast to (b, h, 1, kv) = {full}, got shape {tuple(shift.shape)}")
 
 # %% ../nbs/20_attention.ipynb #597db54c
 def _origin(v: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
-    "The value of the first key that all queries may see which see any, (b, h, 1, k), without gradient: S and e do not depend on it. 0 if there is none."
-    if mask is None or not v.shape[-2]:
+    "A value near all others, (b, h, 1, k), without gradient (`common_value`): S and e do not depend on it."
+    if mask is None:
         return v[..., :1, :].detach()
-    sees = mask.tril() if is_causal and mask.shape[-2] > 1 else mask  # the first of the keys that one line shows is seen by all that see any
-    common = (sees | ~sees.any(-1, keepdim=True)).all(-2, keepdim=True) & sees.any(-2, keepdim=True)
-    first = common.to(torch.uint8).argmax(-1, keepdim=True)
-    return torch.where(common.any(-1, keepdim=True), v.detach().gather(-2, first.expand(*v.shape[:2], 1, v.shape[-1])), 0)
+    return common_value(v, mask.tril() if is_causal and mask.shape[-2] > 1 else mask)  # of the keys that one line shows, all queries that see any see the first
 
 # %% ../nbs/20_attention.ipynb #9b3e20e5
 def _split_mask(mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
@@ -261,14 +263,14 @@ def _without_evidence(m: Moments, seen: Bool[Tensor, "#b #h t"]) -> Moments:
     )
 
 # %% ../nbs/20_attention.ipynb #8bf4130c
-def _blame(lam_bar: Tensor, kappa: Tensor, s2_0: Tensor, **inputs: Tensor | None) -> None:
+def _blame(lam_bar: Tensor, kappa: Tensor, prior: Tensor, **inputs: Tensor | None) -> None:
     "Raise `ValueError` naming the input that made an observation undefined."
     check_precision(lam_bar, "lam_bar")
     check_finite(lam_bar.reciprocal(), "lam_bar must be large enough for a finite variance, but its reciprocal overflows: the variance")
     for name, x in inputs.items():
         if x is not None: check_finite(x, name)
     check_finite(kappa, "q and k must be small enough for finite logits, but their products overflow: the effective sample size")
-    check_finite(s2_0, "nu0 and 1/lam_bar must be small enough for finite products, but they overflow: the prior")
+    check_finite(prior, "nu0 and 1/lam_bar must be small enough for finite products, but they overflow: the prior")
     raise ValueError("v must be small enough for finite squares, but they overflow")
 
 # %% ../nbs/20_attention.ipynb #6a462d8e

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Belief', 'wide_dtype', 'at_least_float32', 'certain', 'check_precision', 'at_hand', 'check_not_negative',
            'check_floating', 'check_belief', 'check_finite', 'check_option', 'check_positive', 'check_count',
-           'check_flag']
+           'check_seed', 'check_flag']
 
 # %% ../nbs/01_core.ipynb #08d87446
 import math
@@ -149,6 +149,16 @@ def check_count(
         raise TypeError(f"{name} must be a whole number, at least {low}, got {value!r}")
     if value < low:
         raise ValueError(f"{name} must be at least {low}, got {value}")
+
+# %% ../nbs/01_core.ipynb #9e3bee0b
+def check_seed(
+    name: str,  # of the argument
+    value: Any,  # what was given
+) -> None:
+    "Raise `TypeError` unless `value` is a whole number, `ValueError` outside of 0 … 2³² − 1: NumPy's generator takes no other."
+    check_count(name, value, 0)
+    if value >= 2**32:
+        raise ValueError(f"{name} must be below 2³², got {value}")
 
 # %% ../nbs/01_core.ipynb #3ad6aa3c
 def check_flag(

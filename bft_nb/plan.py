@@ -209,20 +209,18 @@ def language(p: Mapping[str, Any]) -> list[Line]:
 def check_recommendation(p: Mapping[str, Any]) -> None:
     "Raise `ValueError` or `TypeError` for a setting that no recommender can be trained with; a page need not have all of them."
     from bft_nb.backbones import BACKBONES
-    from bft_nb.core import check_count, check_option, check_positive
+    from bft_nb.core import check_count, check_option, check_positive, check_seed
     from bft_nb.qa import check_share
 
     check_option("backbone", p["backbone"], BACKBONES)
     for name in ("epochs", "batch_size", "sequences", "rounds", "recbole_batch", "max_length", "d"):
         check_count(name, p.get(name, 1))
-    for name in ("seed", "negatives"):
-        check_count(name, p.get(name, 0), 0)
+    check_count("negatives", p.get("negatives", 0), 0)
+    check_seed("seed", p.get("seed", 0))
     check_positive("lr", p.get("lr", 1))
     check_positive("precision_lr", p.get("precision_lr", 0), zero=True)
     for name in ("thin", "dropout"):
         check_share(name, p.get(name, 0))
-    if p.get("seed", 0) >= 2**32:
-        raise ValueError(f"seed must be below 2³², got {p['seed']}")
     check_option("dtype", p.get("dtype", "float32"), ("float32", "bfloat16"))
     check_option("device", p.get("device", "auto"), ("auto", "cpu", "cuda", "mps"))
     if p.get("store") and p["dataset"] == "synthetic":

@@ -13,7 +13,6 @@ from bft_nb.download import check_writable, written
 
 SUFFIXES = (".csv", ".parquet")  # of the file that comes out
 COLUMNS = {"user": "user", "item": "item", "timestamp": None, "position": None}  # where neither the command nor a model says another
-SEEDS = 2**32  # the generators of all libraries take fewer
 SEPARATORS = {";": "';'", "\t": "a tab", "|": "'|'"}  # that people use instead of commas
 TRAINING = {"backbone": "backbone", "plain": "bft", "max_length": "max_length", "epochs": "max_epochs", "refit": "refit", "seed": "seed", "time_buckets": "time_buckets"}  # option -> argument of `Recommender`; `--keep-seen` is one of the training and of the recommendation
 
@@ -104,6 +103,8 @@ def check_apart(a: argparse.Namespace) -> None:
 
 def check(a: argparse.Namespace, out: Path) -> None:
     "Refuse what would fail only after the training, or destroy what is there."
+    from bft_nb.core import check_seed
+
     if out.suffix not in SUFFIXES:
         raise ValueError(f"--out {a.out!r}: the name must end in {' or '.join(SUFFIXES)}")
     if a.model and a.save:
@@ -111,8 +112,8 @@ def check(a: argparse.Namespace, out: Path) -> None:
     if given := [f"--{name.replace('_', '-')}" for name in TRAINING if getattr(a, name) is not None]:
         if a.model:
             raise ValueError(f"--model uses a saved model and trains nothing: leave out {', '.join(given)}")
-    if a.seed is not None and not 0 <= a.seed < SEEDS:
-        raise ValueError(f"--seed must be between 0 and {SEEDS - 1}, got {a.seed}")
+    if a.seed is not None:
+        check_seed("--seed", a.seed)
     check_apart(a)
     for path in (out, *([place("--save", a.save)] if a.save else [])):
         check_writable(path)

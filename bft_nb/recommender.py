@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from . import backbones
 from .archive import ids_from_tensors, ids_to_tensors, read_archive, write_archive
-from .core import Belief, certain, check_count, check_finite, check_flag, check_option, check_positive
+from .core import Belief, certain, check_count, check_finite, check_flag, check_option, check_positive, check_seed
 from .encoder import ItemPrecision
 from .interactions import Examples, Interactions, Sequences, Split, check_names, from_end, from_frame, from_lengths, ids_array, rows, take, with_hash
 from .kriging import kriging_weights
@@ -282,10 +282,10 @@ def own_ids(
     if nw.dependencies.is_into_dataframe(values): raise TypeError(f"{what} must be a list of ids, got a frame: give one column of it")
     if isinstance(values, Mapping): raise TypeError(f"{what} must be a list of ids, got a mapping")
     if ordered and isinstance(values, (set, frozenset)): raise TypeError(f"{what} must be a list of ids, oldest first, got a {type(values).__name__}, which has no order")
-    try: listed = [v.item() if isinstance(v, np.generic) else v for v in (values.to_pylist() if hasattr(values, "to_pylist") else values)]
+    try: listed = [v.as_py() if hasattr(v, "as_py") else v for v in (values.to_pylist() if hasattr(values, "to_pylist") else values)]
     except TypeError as e: raise TypeError(f"{what} must be a list of ids, got {values!r}") from e
-    if missing := sum(v is None or isinstance(v, float) and v != v for v in listed): raise ValueError(f"{what}: {missing} of {len(listed)} ids are missing (None or NaN)")
-    return ids_array([v.as_py() if hasattr(v, "as_py") else v for v in listed], what)
+    if missing := sum(v is None or isinstance(v, (float, np.floating)) and v != v for v in listed): raise ValueError(f"{what}: {missing} of {len(listed)} ids are missing (None or NaN)")
+    return ids_array(listed, what)
 
 # %% ../nbs/33_recommender.ipynb #b75b2929
 def numbers_of(
@@ -870,8 +870,7 @@ def check_arguments(
 ) -> None:
     "Raise `TypeError` or `ValueError` naming the argument of training that can't be; those of the model are the backbone's to check."
     for name in ("max_epochs", "patience", "batch_size"): check_count(name, settings[name])
-    check_count("seed", settings["seed"], 0)
-    if settings["seed"] >= 2**32: raise ValueError(f"seed must be below 2³², got {settings['seed']}")
+    check_seed("seed", settings["seed"])
     check_positive("lr", settings["lr"])
     if settings["precision_lr"] is not None: check_positive("precision_lr", settings["precision_lr"])
     if settings["negatives"] is not None: check_count("negatives", settings["negatives"])
@@ -959,13 +958,11 @@ def saved_model(
 ) -> nn.Module:
     "The model of a file; `ValueError` naming the tensor that does not fit the settings."
     model = build(settings["backbone"], n_items, model_arguments(settings))
-    weights = {n.removeprefix("model."): t for n, t in tensors.items() if n.startswith("model.")}
-    for name, t in model.state_dict().items():
-        if name not in weights or weights[name].shape != t.shape: raise ValueError(f"its settings ask for {name} of shape {tuple(t.shape)}, it holds {tuple(weights[name].shape) if name in weights else 'none'}")
-    check_tensors({n: t for n, t in tensors.items() if n.startswith("model.")}, {f"model.{name}": (t.dtype, tuple(t.shape)) for name, t in model.state_dict().items()})
-    for name, t in weights.items():
-        if t.is_floating_point(): check_finite(t, f"its model.{name}")
-    model.load_state_dict(weights)
+    parts = {name: t for name, t in tensors.items() if name.startswith("model.")}
+    check_tensors(parts, {f"model.{name}": (t.dtype, tuple(t.shape)) for name, t in model.state_dict().items()})
+    for name, t in parts.items():
+        if t.is_floating_point(): check_finite(t, f"its {name}")
+    model.load_state_dict({name.removeprefix("model."): t for name, t in parts.items()})
     return model
 
 # %% ../nbs/33_recommender.ipynb #d8dc1229

@@ -111,17 +111,21 @@ def find_notebook(notebook: str | Path, root: Path | None = None) -> Path:
 def parse_value(text: str) -> Any:
     "A parameter as typed: JSON (`1e-3`, `true`, `[1, 2]`), else YAML, else the text itself; `ValueError` for lists within lists beyond what can be read."
     try:
-        return json.loads(text)
+        with contextlib.suppress(ValueError):  # not JSON, or an integer of thousands of digits
+            return json.loads(text)
+        return _from_yaml(text)
     except RecursionError:
         raise ValueError(f"lists within lists beyond what can be read: {shown(text)}") from None
-    except ValueError:  # not JSON, or an integer of thousands of digits
-        pass
+
+
+def _from_yaml(text: str) -> Any:
+    "The value of a YAML text, or the text itself; `RecursionError` as PyYAML's."
     try:
         import yaml
 
         return yaml.safe_load(text)
     except RecursionError:
-        raise ValueError(f"lists within lists beyond what can be read: {shown(text)}") from None
+        raise
     except Exception:  # no PyYAML, or not YAML: a plain string
         return text
 
@@ -233,7 +237,7 @@ def _cells(notebook: Path) -> list[dict[str, Any]]:
         raise ValueError(f"{notebook} is not a notebook (nbformat 4): {type(e).__name__}: {e}") from e
 
 
-def _run_cells(tags: Sequence[Sequence[str]], parameters: Mapping[str, Any]) -> int:
+def _cells_to_run(tags: Sequence[Sequence[str]], parameters: Mapping[str, Any]) -> int:
     "How many cells a run executes, by the tags of all: one that stores its rows ends where the page begins to read everybody's (tag `result`)."
     ends = [n for n, of in enumerate(tags) if "result" in of] if parameters.get("store") is True else []
     return min(ends, default=len(tags))
@@ -242,7 +246,7 @@ def _run_cells(tags: Sequence[Sequence[str]], parameters: Mapping[str, Any]) -> 
 def _identity(notebook: Path, parameters: Mapping[str, Any]) -> str:
     "Hash of the code that is run and of the parameters: what a kept output must agree with."
     cells = _cells(notebook)
-    cells = cells[: _run_cells([c["tags"] for c in cells], parameters)]
+    cells = cells[: _cells_to_run([c["tags"] for c in cells], parameters)]
     code = ["".join(c["source"]) for c in cells if c["cell_type"] == "code"]
     return hashlib.sha256(json.dumps([code, dict(parameters)], sort_keys=True).encode()).hexdigest()[:16]
 
@@ -438,7 +442,7 @@ def _execute(plan: Plan, progress: bool) -> int:
     part, failed, status = plan.beside(".part"), plan.beside(".failed"), 0
     streams = {"stdout_file": sys.stdout, "stderr_file": sys.stderr} if progress else {}
     nb = nbformat.read(plan.source, as_version=4)
-    nb.cells = nb.cells[: _run_cells([c.metadata.get("tags", []) for c in nb.cells], plan.parameters)]
+    nb.cells = nb.cells[: _cells_to_run([c.metadata.get("tags", []) for c in nb.cells], plan.parameters)]
     nbformat.write(nb, part)
     try:
         pm.execute_notebook(

@@ -1003,7 +1003,7 @@ def as_numbers(tensors, ids):
 
 
 @pytest.mark.parametrize(("change", "message"), [
-    (lambda meta, tensors: meta["settings"]["options"].update(d=8), r"its settings ask for item_embedding.weight of shape \(25, 8\), it holds \(25, 16\)$"),
+    (lambda meta, tensors: meta["settings"]["options"].update(d=8), r"its model.item_embedding.weight must be torch.float32 of shape \(25, 8\), got torch.float32 of shape \(25, 16\)$"),
     (lambda meta, tensors: meta["settings"].pop("lr"), r"its settings lack \['lr'\]"),
     (lambda meta, tensors: meta["settings"].update(width=3), r"its settings hold \['width'\], which"),
     (lambda meta, tensors: meta["settings"].update(lr="fast"), "lr must be positive"),

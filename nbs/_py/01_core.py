@@ -274,6 +274,18 @@ def check_count(
 
 # %%
 #| exports
+def check_seed(
+    name: str,  # of the argument
+    value: Any,  # what was given
+) -> None:
+    "Raise `TypeError` unless `value` is a whole number, `ValueError` outside of 0 … 2³² − 1: NumPy's generator takes no other."
+    check_count(name, value, 0)
+    if value >= 2**32:
+        raise ValueError(f"{name} must be below 2³², got {value}")
+
+
+# %%
+#| exports
 def check_flag(
     name: str,  # of the argument
     value: Any,  # what was given
@@ -288,6 +300,7 @@ test_fail(lambda: check_positive("nu0", float("inf")), contains="got inf")
 test_fail(lambda: check_positive("nu0", torch.ones(2)), contains="got tensor([1., 1.])")
 test_fail(lambda: check_positive("nu0", True), contains="got True")
 test_fail(lambda: check_count("heads", 1.5), contains="got 1.5")
+test_fail(lambda: check_seed("seed", 2**32), contains="below 2³², got 4294967296")
 test_fail(lambda: check_flag("kalman", "false"), contains="got 'false'")
 
 # %% [markdown]

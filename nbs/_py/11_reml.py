@@ -24,7 +24,7 @@
 # %%
 #| exports
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from bft_nb.core import at_hand, check_positive, wide_dtype
@@ -86,6 +86,28 @@ prove(S - sum(ws[i] * ws[j] * (vs[i] - vs[j]) ** 2 for j in range(3) for i in ra
 # %%
 shift = sp.Symbol("shift", real=True)
 prove(expanded.subs({x: x + shift for x in vs}, simultaneous=True) - expanded)
+
+
+# %%
+#| exports
+def common_value(
+    v: Float[Tensor, "*batch j k"],  # $v$, values of the keys, [v]
+    sees: Bool[Tensor, "*#batch #t j"],  # which keys each query sees
+) -> Float[Tensor, "..."]:  # one value for all keys and queries of a batch entry, (*batch, 1, k), without gradient, [v]
+    "The value of the first key that every query sees which sees any: a shift from which none learns of a key it cannot see. 0 if there is no such key."
+    if not v.shape[-2]:
+        return v.new_zeros(())
+    common = (sees | ~sees.any(-1, keepdim=True)).all(-2, keepdim=True) & sees.any(-2, keepdim=True)
+    first = common.to(torch.uint8).argmax(-1, keepdim=True)
+    return torch.where(common.any(-1, keepdim=True), v.detach().gather(-2, first.expand(*v.shape[:-2], 1, v.shape[-1])), 0)
+
+
+# %% [markdown]
+# In a causal mask the first key is common; two texts packed into one row have none:
+
+# %%
+packed = torch.block_diag(torch.ones(1, 1), torch.ones(2, 2)).bool()
+common_value(v, torch.ones(3, 3).tril().bool()), common_value(v, packed)
 
 
 # %%

@@ -26,6 +26,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from bft_nb.core import at_least_float32, check_positive, check_precision, wide_dtype
+from bft_nb.reml import common_value
 
 # %%
 import matplotlib.pyplot as plt
@@ -202,18 +203,6 @@ def _check_values(a: Tensor, v: Tensor) -> None:
 
 # %%
 #| exports
-def _first_heard(b: Tensor, v: Tensor) -> Tensor:
-    "The value of the first key with a weight in every query that has any, (*batch, 1, k), without gradient; 0 if there is none."
-    if not v.shape[-2]:
-        return v.new_zeros(())
-    heard = b != 0
-    common = (heard | ~heard.any(-1, keepdim=True)).all(-2, keepdim=True) & heard.any(-2, keepdim=True)
-    first = common.to(torch.uint8).argmax(-1, keepdim=True)
-    return torch.where(common.any(-1, keepdim=True), v.detach().gather(-2, first.expand(*v.shape[:-2], 1, v.shape[-1])), 0)
-
-
-# %%
-#| exports
 def sandwich_variance(
     a: Float[Tensor, "*batch t j"],  # relevances, any sign, 0 where masked
     lam_bar: Float[Tensor, "*#batch j"],  # neighbour reliability λ̄ > 0
@@ -225,7 +214,7 @@ def sandwich_variance(
     _check_values(a, v)
     b = signed_weights(a, lam_bar)
     b, v = (x.to(wide_dtype(b, v)) for x in (b, v))
-    v = v - _first_heard(b, v)  # residuals do not change; the squares lose less to rounding
+    v = v - common_value(v, b != 0)  # residuals do not change; the squares lose less to rounding
     m, b2 = centre(b, v), b.square()
     return (b2 @ v.square() - 2 * m * (b2 @ v) + m.square() * b2.sum(-1, keepdim=True)).clamp(min=0)
 

@@ -168,6 +168,15 @@ def _check_mask(name: str, mask: Tensor, shapes: list[tuple[int, ...]]) -> None:
 
 # %%
 #| exports
+def _additive(mask: Tensor) -> Tensor:
+    "A mask as numbers to add, −∞ where it hides: a sum may be of a wider dtype, in which the least number of its own hides nothing."
+    if mask.dtype == torch.bool:
+        return torch.zeros(mask.shape, device=mask.device).masked_fill(mask, -torch.inf)
+    return mask.masked_fill(mask <= torch.finfo(mask.dtype).min, -torch.inf)
+
+
+# %%
+#| exports
 def _attention_mask(mask: Tensor | None, padding: Tensor | None, b: int, t: int, heads: int) -> Tensor | None:
     "torch.nn's masks (True or −inf hides) as one mask for `observe` (True shows), or None."
     masks = []
@@ -180,8 +189,7 @@ def _attention_mask(mask: Tensor | None, padding: Tensor | None, b: int, t: int,
         masks.append(padding[:, None, None, :])
     if all(m.dtype == torch.bool for m in masks):
         return ~torch.stack(torch.broadcast_tensors(*masks)).any(0) if len(masks) == 2 else ~masks[0] if masks else None
-    hides = (m if m.dtype == torch.bool else m <= torch.finfo(m.dtype).min for m in masks)  # the least number of a dtype is none in a wider one
-    return sum((torch.zeros(m.shape, device=m.device) if m.dtype == torch.bool else m).masked_fill(hidden, -torch.inf) for m, hidden in zip(masks, hides))
+    return sum(map(_additive, masks))
 
 
 # %%

@@ -77,15 +77,15 @@ pd.DataFrame({key: by_seed(rows) for key, rows in cells.items() if rows["seed"].
 
 
 # %%
-def at_settings(backbone: str, of: pd.DataFrame) -> str:
+def at_settings(backbone: str, dropout: float, lr: float) -> str:
     "The gain of layer 1 in the filter as derived."
-    rows = cell(stored, "beauty", backbone, "filter", dropout=of["dropout"].iloc[0], lr=of["lr"].iloc[0])
+    rows = cell(stored, "beauty", backbone, "filter", dropout=dropout, lr=lr)
     return " – ".join(f"{metrics(rows, 'train')['mean'][f'gain.layer1.q{q}']:.2f}" for q in (0, 3)) if len(rows) else ""
 
 
 # %%
 tried = choose(stored, dataset="beauty", bft=True, thin=1.0)
-pd.DataFrame({name: {at: at_settings(name, of) for at, of in choose(tried, model=name).groupby(["dropout", "lr"])} for name in backbones}).fillna("").rename_axis(["dropout", "lr"])
+pd.DataFrame({name: {at: at_settings(name, *at) for at in choose(tried, model=name).groupby(["dropout", "lr"]).groups} for name in backbones}).fillna("").rename_axis(["dropout", "lr"])
 
 # %%
 #| label: fig-mechanism
